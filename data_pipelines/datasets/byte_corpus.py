@@ -10,9 +10,8 @@ from longstride.data_pipelines.datasets.dataset import (
     Archive,
     Dataset,
     DatasetContent,
-    Excerpts,
+    Excerpt,
     PublishedFile,
-    Stretch,
     files_in,
 )
 from longstride.data_pipelines.datasets.members import Member, members_of
@@ -44,9 +43,9 @@ class ByteCorpus(Dataset):
         sizes = {"train": train, "validation": validation, "test": member.size - train - validation}
         splits, start = {}, 0
         for split, size in sizes.items():
-            splits[split] = Excerpts([Stretch(member, start, int(size > 0), size)])
+            splits[split] = [Excerpt(member, start, size)]
             start += size
-        if not all(splits.values()):
+        if not all(sizes.values()):
             raise DataError(f"{member.shown}: {member.size} bytes are too few for three splits; fetch it again")
         return DatasetContent(splits, {})
 

@@ -22,10 +22,10 @@ from longstride.data_pipelines.datasets.dataset import (
     Archive,
     Dataset,
     DatasetContent,
-    Excerpts,
+    Excerpt,
     PlaneRows,
     PublishedFile,
-    Stretch,
+    excerpts,
     find_members,
     picture_properties,
 )
@@ -81,7 +81,12 @@ class Cifar10(Dataset):
 
     def find(self, path: Path, unpublished: bool) -> DatasetContent:
         """Find the splits in an archive, its folder, or a folder above."""
-        names, batches = _version(find_members(path, _NAMES, _ARCHIVE_NAMES, _is_complete))
+
+        def is_complete(members: Mapping[str, Member]) -> bool:
+            names, batches = _version(members)
+            return len(batches) == len(names)
+
+        names, batches = _version(find_members(path, _NAMES, _ARCHIVE_NAMES, is_complete))
         if not batches:
             rule = "(data_batch_1.bin … test_batch.bin, or data_batch_1 … test_batch of the Python version)"
             raise DataError(f"{path}: holds no batch of CIFAR-10 {rule}; {self.where}")
@@ -92,17 +97,17 @@ class Cifar10(Dataset):
             if not unpublished:
                 for name, member in batches.items():
                     self.batches[name].check(member, open_input)
-            stretches = {name.partition(".")[0]: _stretch_of(member, open_input) for name, member in batches.items()}
-        pictures = Excerpts([stretches[name] for name in _TRAIN if name in stretches])
+            contents = {name.partition(".")[0]: _pictures_of(member, open_input) for name, member in batches.items()}
+        pictures = [picture for name in _TRAIN for picture in contents.get(name, ())]
         held_out = len(pictures) // _VALIDATION_SHARE
         splits = {
             "train": pictures[: len(pictures) - held_out],
             "validation": pictures[len(pictures) - held_out :],
-            "test": Excerpts([stretches[_TEST]] if _TEST in stretches else []),
+            "test": contents.get(_TEST, []),
         }
         if not splits["train"]:
             raise DataError(f"{path}: holds no picture to train on; {self.where}")
-        splits = {name: excerpts for name, excerpts in splits.items() if excerpts}
+        splits = {name: members for name, members in splits.items() if members}
         return DatasetContent(splits, picture_properties(_EDGE))
 
 
@@ -113,20 +118,15 @@ def _version(members: Mapping[str, Member]) -> tuple[list[str], dict[str, Member
     return max(batches, key=lambda version: len(version[1]))
 
 
-def _is_complete(members: Mapping[str, Member]) -> bool:
-    names, batches = _version(members)
-    return len(batches) == len(names)
-
-
-def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
+def _pictures_of(member: Member, open_input: OpenInput) -> list[Excerpt]:
     """Return the pictures of a batch. Raises DataError for a file that is not a batch."""
     if not member.base_name.endswith(_BINARY):
         batch = PickledBatch(member, _EDGE)
-        return Stretch(batch, 0, len(batch.load(open_input)[0]), _PICTURE_BYTES)
+        return excerpts(batch, len(batch.load(open_input)[0]), _PICTURE_BYTES)
     if not member.size or member.size % _ROW_BYTES:
         rule = f"{member.size:,} bytes are not a multiple of {_ROW_BYTES:,} (a label and 32 x 32 x 3 bytes)"
         raise DataError(f"{member.shown}: {rule}; fetch it again")
-    return Stretch(PlaneRows(member, _EDGE, labels=_CLASSES), 0, member.size // _ROW_BYTES, _PICTURE_BYTES)
+    return excerpts(PlaneRows(member, _EDGE, labels=_CLASSES), member.size // _ROW_BYTES, _PICTURE_BYTES)
 
 
 class PickledBatch(PlaneRows):

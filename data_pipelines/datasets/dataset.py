@@ -1,6 +1,6 @@
 """The interface of a published dataset, the search for its files, and the download of missing ones.
 
-Documents are excerpts of larger files, created one at a time, as there may be a million. CIFAR-10 and the downsampled
+Documents are excerpts of larger files. CIFAR-10 and the downsampled
 ImageNet are distributed in planes: rows of fixed size, each with all red bytes of a picture, then all green, then all
 blue ones. Content is in the order of the image modality: row by row, pixel by pixel, in a pixel red, green, blue.
 """
@@ -228,35 +228,9 @@ class Excerpt:
         return self.source.read(open_input, self.start + offset, size)
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Consecutive documents of one size in a source."""
-
-    source: Source
-    first: int  # content bytes before the first document
-    count: int
-    size: int  # bytes of a document
-
-
-class Excerpts(Sequence[Excerpt]):
-    """The documents of stretches, in order, or a ``span`` of them."""
-
-    def __init__(self, stretches: Sequence[Stretch], span: range | None = None) -> None:
-        self._stretches = stretches
-        self._span = range(sum(stretch.count for stretch in stretches)) if span is None else span
-
-    def __len__(self) -> int:
-        return len(self._span)
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return Excerpts(self._stretches, self._span[place])
-        number = self._span[place]
-        for stretch in self._stretches:
-            if number < stretch.count:
-                return Excerpt(stretch.source, stretch.first + number * stretch.size, stretch.size)
-            number -= stretch.count
-        raise AssertionError("the span lies within the stretches")
+def excerpts(source: Source, count: int, size: int) -> list[Excerpt]:
+    """Return the documents of one size that a source begins with."""
+    return [Excerpt(source, number * size, size) for number in range(count)]
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from longstride.data_pipelines.datasets.dataset import (
     WAY_OUT,
     Dataset,
     DatasetContent,
-    Excerpts,
+    Excerpt,
     PlaneRows,
     PublishedFile,
-    Stretch,
+    excerpts,
     find_members,
     picture_properties,
 )
@@ -109,10 +109,10 @@ class ImageNet64(Dataset):
                     rule = f"{archive.size:,} bytes, but the published archives have {sizes}"
                     raise DataError(f"{archive.path}: {rule}; {WAY_OUT}")
                 published[archive.size].check(archive, open_input)
-            stretches = {name: _stretch_of(member, open_input) for name, member in batches.items()}
+            contents = {name: _pictures_of(member, open_input) for name, member in batches.items()}
         return {
-            "train": Excerpts([stretches[name] for name in _TRAIN if name in stretches]),
-            "validation": Excerpts([stretches[_VALIDATION]] if _VALIDATION in stretches else []),
+            "train": [picture for name in _TRAIN for picture in contents.get(name, ())],
+            "validation": contents.get(_VALIDATION, []),
         }
 
     def _of_pictures(self, path: Path, left_out: LeftOut) -> dict[str, Sequence[Document]]:
@@ -140,7 +140,7 @@ class ImageNet64(Dataset):
         return splits
 
 
-def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
+def _pictures_of(member: Member, open_input: OpenInput) -> list[Excerpt]:
     """Return the pictures of a batch. Raises DataError for a file that is not a batch."""
     data = member.inside("data.npy")
     head = data.read(open_input, 0, min(_HEADER_BYTES, data.size))
@@ -157,7 +157,7 @@ def _stretch_of(member: Member, open_input: OpenInput) -> Stretch:
     if len(shape) != 2 or shape[1] != _PICTURE_BYTES or offset + shape[0] * _PICTURE_BYTES != data.size:
         words = "x".join(map(str, shape))
         raise DataError(f"{data.shown}: an array of {words}; must be pictures x {_PICTURE_BYTES:,}; fetch it again")
-    return Stretch(PlaneRows(data, _EDGE, offset), 0, shape[0], _PICTURE_BYTES)
+    return excerpts(PlaneRows(data, _EDGE, offset), shape[0], _PICTURE_BYTES)
 
 
 IMAGENET64 = ImageNet64()
