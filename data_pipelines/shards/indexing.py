@@ -96,8 +96,6 @@ def index_tars(
     if not unpack and (packed := [tar for tar in indexed if tar.source != tar.name]):
         raise DataError(f"{packed[0].source}: a compressed tar cannot be read from the middle; {_UNPACK}")
     copied = {tar.name for tar in indexed if unpack and not (is_in_place and tar.source == tar.name)}
-    if "://" in str(output) or not str(output):
-        raise DataError(f"--output={output}: must be a folder on this machine, such as data/mine; index, then upload")
     if os.path.lexists(output) and not output.is_dir():
         raise DataError(f"{output}: already exists and is not a folder; name another output")
     if os.path.lexists(output / DataManifest.FILE_NAME):

@@ -116,9 +116,8 @@ class DataFolder:
         return location if isinstance(location, DataFolder) else cls(location, remote)
 
     def bind(self, room_for: int = 0) -> None:
-        self.store.bind(self.manifest.fingerprint, room_for)
-        if self.tars is not self.store:
-            self.tars.bind(self.manifest.fingerprint, room_for)
+        for store in (self.store, self.tars):
+            store.bind(self.manifest.fingerprint, room_for)
 
     def close(self) -> None:
         self.store.close()
@@ -175,11 +174,11 @@ class Split:
         try:
             index = record.load_index(self._folder.store)
             check_places(self.path(number), record, index, self.manifest)
-            opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
-            if self.manifest.tars is None:  # a foreign tar may have trailing data after its last sample
-                if not self._ends_in_zeros(opened) and tars.discard(record.file):
-                    opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
-                if not self._ends_in_zeros(opened):
+            for is_last in (False, True):
+                opened = OpenShard(record, tars.local(record.file), index, self.manifest.stored_bytes)
+                if self._ends_well(opened):
+                    break
+                if is_last or not tars.discard(record.file):
                     raise DataError(f"{self.path(number)}: is damaged after its last sample; {REPAIR}")
         except DataError as error:
             # Otherwise every context of a lost remote shard would request it again before it is substituted.
@@ -191,8 +190,10 @@ class Split:
             memory -= self._open.popitem(last=False)[1].memory_bytes
         return opened
 
-    def _ends_in_zeros(self, shard: OpenShard) -> bool:
-        """Whether only zeros follow the last member. Everything before is covered by the samples' CRC-32."""
+    def _ends_well(self, shard: OpenShard) -> bool:
+        """Whether only zeros follow the last member of an own shard. CRC-32 covers everything before."""
+        if self.manifest.tars is not None:
+            return True
         path = self._folder.tars.path_for_messages(shard.record.name)
         with as_data_error(path, mend=REPAIR), open_plain(shard.path) as file:
             file.seek(int(shard.ends[-1]))

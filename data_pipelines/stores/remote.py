@@ -267,6 +267,7 @@ def _download(
         DataError: the message names URL or local path. The received bytes stay in the partial file.
     """
     shown, problem = transport.url.shown_of(file.name), ""
+    room = "free space there, name another cache folder, or set fewer cache_bytes"
     for _ in range(ROUNDS):
         if os.fstat(partial.fileno()).st_size > file.size:
             partial.truncate(0)
@@ -283,7 +284,10 @@ def _download(
                 if transport.stop.is_set():
                     raise StoppedError
                 digest.update(content)
-                _write(partial, path, content)
+                with as_data_error(path, "cannot be written", room):
+                    remaining = memoryview(content)
+                    while remaining:
+                        remaining = remaining[partial.write(remaining) :]
                 advance(transfer.received)
         except DifferentFileError as error:
             problem = str(error)
@@ -294,11 +298,3 @@ def _download(
         _log.warning("%s: %s; fetching it again from its beginning", shown, problem)
         partial.truncate(0)
     raise DataError(f"{shown}: {problem}: the remote file is damaged or belongs to another set; {mend}")
-
-
-def _write(partial: BinaryIO, path: Path, content: bytes) -> None:
-    mend = "free space there, name another cache folder, or set fewer cache_bytes"
-    with as_data_error(path, "cannot be written", mend):
-        remaining = memoryview(content)
-        while remaining:
-            remaining = remaining[partial.write(remaining) :]

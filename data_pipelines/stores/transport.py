@@ -10,7 +10,6 @@ however it ends: only consecutive attempts without a byte are counted.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import random
 import re
@@ -56,10 +55,6 @@ _SILENT = logging.NullHandler()
 T = TypeVar("T")
 
 
-class RefusedError(Exception):
-    """The server's answer is final (no such file, no access): one line that says so."""
-
-
 class DifferentFileError(Exception):
     """The remote file is not the one in the manifest: one line that says why."""
 
@@ -72,17 +67,12 @@ class HttpStatusError(OSError):
         self.code = status
 
 
-class LimitError(Exception):
-    """A fetch takes more bytes or time than it may: one line that names the setting."""
+class FinalError(Exception):
+    """A fetch that no attempt mends, such as one beyond a limit: one line with the rule, and what to do."""
 
 
 class StoppedError(Exception):
     """The store was closed while it was fetching."""
-
-
-def _is_final(status: object) -> bool:
-    """Whether an HTTP status is an answer that no second attempt changes."""
-    return isinstance(status, int) and 400 <= status < 500 and status not in _TRANSIENT_STATUSES
 
 
 def web_timeout(seconds: float) -> Any:
@@ -134,7 +124,7 @@ class FolderUrl:
                 f"{self.shown}: chained protocols (::) are not supported; name the folder that holds the files"
             )
         try:
-            filesystem = fsspec.get_filesystem_class(protocol)
+            fsspec.get_filesystem_class(protocol)
         except ImportError as error:
             library = getattr(error.__cause__, "name", None)  # such as gcsfs
             raise DataError(
@@ -143,12 +133,6 @@ class FolderUrl:
             ) from error
         except ValueError as error:
             raise DataError(f"{self.shown}: {protocol}:// is not a protocol that fsspec knows; {GOOD}") from error
-        try:
-            inspect.signature(filesystem.__init__).bind(None)
-        except TypeError as error:  # such as ftp://
-            raise DataError(
-                f"{self.shown}: fsspec needs more than a URL to read {protocol}:// ({error}); {GOOD}"
-            ) from error
 
     def _without_secrets(self, text: str) -> str:
         user = self._user[:-1]
@@ -179,12 +163,12 @@ class Transfer:
         return self.settings.most_bytes if self.size is None else self.size
 
     def check_size(self, size: int) -> None:
-        """Raise DifferentFileError or LimitError if a file has more bytes than expected or allowed."""
+        """Raise DifferentFileError or FinalError if a file has more bytes than expected or allowed."""
         if size <= self.size_or_bound:
             return
         if self.size is not None:
             raise DifferentFileError(f"more than the {self.size} bytes that it should have")
-        raise LimitError(
+        raise FinalError(
             f"has more than most_bytes={self.settings.most_bytes}; check that this is the right file; "
             f"if it is, set data.remote.most_bytes to at least its size, such as {2 * self.settings.most_bytes}"
         )
@@ -207,7 +191,7 @@ class Transfer:
     def count_bytes(self, count: int, again: int = 0) -> None:
         """Count received bytes, of which the first ``again`` are repeated.
 
-        Raises DifferentFileError or LimitError, see ``check_size``; and LimitError if they came too slowly.
+        Raises DifferentFileError or FinalError, see ``check_size``; and FinalError if they came too slowly.
         """
         self._total += count
         self.received += count - again
@@ -218,10 +202,10 @@ class Transfer:
         self.check_pace()
 
     def check_pace(self) -> None:
-        """Raise LimitError if the fetch is too far behind the lowest rate."""
+        """Raise FinalError if the fetch is too far behind the lowest rate."""
         if self._slack_seconds < 0:
             rate, seconds = self.settings.least_bytes_per_second, self.settings.window_seconds
-            raise LimitError(
+            raise FinalError(
                 f"{self._total} bytes came, window_seconds={seconds:g} later than "
                 f"least_bytes_per_second={rate:g} allows; check the network and the server; for a slow server, "
                 f"set data.remote.least_bytes_per_second={rate / 10:g}, "
@@ -231,7 +215,7 @@ class Transfer:
     def _count_repeated(self, count: int) -> None:
         self._repeated += count
         if self._repeated > self.settings.attempts * self.size_or_bound:
-            raise LimitError(
+            raise FinalError(
                 f"{self._repeated} bytes came more than once: the server ignores ranges, sends each file from its "
                 f"beginning, and breaks off; use one that supports ranges, or raise attempts={self.settings.attempts}"
             )
@@ -287,7 +271,7 @@ class Transport:
                 problem = f"the body ended after {transfer.received} of {transfer.size} bytes"
             except DifferentFileError:
                 raise
-            except LimitError as error:
+            except FinalError as error:
                 raise DataError(f"{shown}: {error}") from None
             except Exception as error:
                 final, problem = self._explain(error)
@@ -323,9 +307,10 @@ class Transport:
             return True, self.url.quote(f"access denied ({words})")
         if isinstance(error, ssl.CertificateError):
             return True, self.url.quote(f"the server's certificate is not trusted ({words})")
-        if isinstance(error, NotImplementedError | ValueError | RefusedError) or kind in _FINAL_ERRORS:
+        if isinstance(error, NotImplementedError | ValueError) or kind in _FINAL_ERRORS:
             return True, self.url.quote(words)
-        is_final = any(_is_final(status) for status in statuses)
+        numbers = [status for status in statuses if isinstance(status, int) and status not in _TRANSIENT_STATUSES]
+        is_final = any(400 <= status < 500 for status in numbers)
         if isinstance(error, HttpStatusError):
             return is_final, self.url.quote(words)
         if is_final:

@@ -17,9 +17,8 @@ from fsspec.asyn import sync
 
 from longstride.data_pipelines.stores.transport import (
     DifferentFileError,
+    FinalError,
     HttpStatusError,
-    LimitError,
-    RefusedError,
     Transfer,
     Transport,
     web_timeout,
@@ -42,7 +41,7 @@ class WebTransport(Transport):
     def _find(self) -> dict[str, int | None]:
         """List the files that the page of the folder links to, and those of folders below it.
 
-        Raises LimitError for pages without end.
+        Raises FinalError for pages without end.
         """
         root, settings = urlsplit(self.url.of("")), self.settings
         names: dict[str, int | None] = {}
@@ -65,7 +64,7 @@ class WebTransport(Transport):
                             folders.append(name)
                             visited.add(name)
             if time.monotonic() > begun + settings.window_seconds or len(names) + len(visited) > _MOST_LINKS:
-                raise LimitError(
+                raise FinalError(
                     f"{len(visited)} pages of folders link to {len(names)} files and more after window_seconds="
                     f"{settings.window_seconds:g}; name the files themselves, such as train-{{000..012}}.tar"
                 )
@@ -125,12 +124,13 @@ async def _request(filesystem: Any, url: str, headers: dict[str, str], seconds: 
     try:
         response = await asyncio.wait_for(session.get(filesystem.encode_url(url), headers=headers), seconds)
     except aiohttp.TooManyRedirects:
-        raise RefusedError("the server redirects without end") from None
+        raise FinalError("the server redirects without end; check the location") from None
     except aiohttp.RedirectClientError as error:
-        raise RefusedError(f"the server redirects to an invalid web address ({error})") from None
+        raise FinalError(f"the server redirects to an invalid web address ({error}); check the location") from None
     if response.url.scheme != "https" and url.startswith("https:"):
         response.close()
-        raise RefusedError("the server redirects from https to http, where anybody on the path may change the file")
+        rule = "the server redirects from https to http, where anybody on the path may change the file"
+        raise FinalError(f"{rule}; check the location")
     return response
 
 

@@ -24,19 +24,11 @@ from longstride.launcher.output import counting, exit_codes, mistake, report, sa
 
 _SHOWN_SUFFIXES = 4  # of skipped files
 _UNPRINTABLE = re.compile(r"[^ -~]")
-_SETTINGS = {  # the option of each setting of `build` and `index`
-    "validation_fraction": "--validation-fraction",
-    "hold_out_end": "--hold-out-end",
-    "shard_bytes": "--shard-bytes",
-    "seed": "--seed",
-    "exclude": "--exclude",
-    "suffixes": "--suffix",
-    "dataset": "--dataset",
-    "palette": "--palette",
-    "field": "--field",
-    "extension": "--extension",  # of `index`
-    "split": "--split",
-}
+_NAMES = (
+    *("validation_fraction", "hold_out_end", "shard_bytes", "seed", "exclude", "dataset", "palette", "field"),
+    *("extension", "split"),  # of `index`
+)
+_SETTINGS = {"suffixes": "--suffix", **{name: f"--{name.replace('_', '-')}" for name in _NAMES}}  # and their options
 _OPTIONS = [(name, option) for name, kind in MODALITIES.items() for option in kind.build_options]
 # Only for files; a dataset has its own. Absent options are parsed as None, so that a useless one can be refused.
 _OF_FILES = ("modality", "field", "exclude", "validation_fraction", "hold_out_end", "seed")
