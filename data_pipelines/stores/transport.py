@@ -10,6 +10,7 @@ however it ends: only consecutive attempts without a byte are counted.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import random
 import re
@@ -124,7 +125,7 @@ class FolderUrl:
                 f"{self.shown}: chained protocols (::) are not supported; name the folder that holds the files"
             )
         try:
-            fsspec.get_filesystem_class(protocol)
+            filesystem = fsspec.get_filesystem_class(protocol)
         except ImportError as error:
             library = getattr(error.__cause__, "name", None)  # such as gcsfs
             raise DataError(
@@ -133,6 +134,12 @@ class FolderUrl:
             ) from error
         except ValueError as error:
             raise DataError(f"{self.shown}: {protocol}:// is not a protocol that fsspec knows; {GOOD}") from error
+        try:
+            inspect.signature(filesystem.__init__).bind(None)
+        except TypeError as error:  # such as ftp://, whose object would fail in its __del__ too
+            raise DataError(
+                f"{self.shown}: fsspec needs more than a URL to read {protocol}:// ({error}); {GOOD}"
+            ) from error
 
     def _without_secrets(self, text: str) -> str:
         user = self._user[:-1]

@@ -38,7 +38,7 @@ WRONG: list[tuple[str, str]] = [
     ("plan noise", "noise: must be UTF-8; byte 128 is not"),
     ("train --config run.json data.path=text", "text: is a file, not a data folder; build one from it with"),
     ("train --config run.json data.path=run", "run: lacks manifest.json, so it is not a data folder;"),
-    ("train --config run.json data.path=ftp://example.org/data", "ftp://example.org/data: ftp:// cannot be read"),
+    ("train --config run.json data.path=ftp://example.org/data", "ftp://example.org/data: fsspec needs more"),
     ("train --config run.json train.output=text", "train.output=\"text\": must be a folder, and is a file"),
     ("train --config run.json train.output=text/below", "train.output=\"text/below\": "),
     ("train --config run.json train.output=s3://bucket/run", "train.output=\"s3://bucket/run\": must be a"),
