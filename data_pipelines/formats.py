@@ -9,6 +9,7 @@ import re
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,7 @@ HEAD_BYTES = 512  # identify the format: the magic number of a tar is at byte 25
 _BLOCK_BYTES = 2**18  # decompressed at once, by a library that can limit them
 _INPUT_BYTES = 2**11  # they may expand to 64 MiB, which zstandard returns in one piece
 _WINDOW_BYTES = 2**29  # largest window of a decoder, as written by `zstd --long=29` and `xz -9`
+_GZIP_WINDOW = 16 + zlib.MAX_WBITS  # zlib's number for streams of gzip
 # A few bytes can expand to any number. No text that is worth training on is compressed so well.
 _MOST_RATIO, _FREE_BYTES = 200, 2**30
 
@@ -122,10 +124,6 @@ def decompressed_content(path: Path | str, file: BinaryIO, kind: FileFormat) -> 
     return StreamContent(begin)
 
 
-def _gzip() -> Any:
-    return zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-
-
 def _bzip2() -> Any:
     import bz2
 
@@ -148,7 +146,7 @@ def _mark(pattern: bytes) -> re.Pattern[bytes]:
     return re.compile(pattern, re.DOTALL)
 
 
-GZIP = FileFormat("compressed by gzip", _mark(rb"\x1f\x8b\x08"), _gzip, "gunzip")
+GZIP = FileFormat("compressed by gzip", _mark(rb"\x1f\x8b\x08"), partial(zlib.decompressobj, _GZIP_WINDOW), "gunzip")
 _FORMATS = (
     GZIP,
     FileFormat("compressed by zstd", _mark(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"), _zstd, "zstd -d"),

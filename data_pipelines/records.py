@@ -203,16 +203,6 @@ class _LineReader:
 # Parquet.
 
 
-def parquet_fields(path: Path, file: BinaryIO) -> list[str] | None:
-    """List the text and bytes columns of an open Parquet file, in the form of --field; None without pyarrow."""
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        return None
-    with _parquet_errors(path):
-        return _columns(_parquet(file).schema_arrow)
-
-
 def _parquet_errors(path: Path) -> AbstractContextManager[None]:
     """Raise DataError for pyarrow's errors about a file, or if pyarrow is missing."""
     try:

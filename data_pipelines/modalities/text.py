@@ -14,7 +14,6 @@ from longstride.data_pipelines.formats import (
 )
 from longstride.data_pipelines.modalities.modality import Content, FileContent, Modality, Properties
 from longstride.data_pipelines.plain_files import blocks_of, open_plain
-from longstride.data_pipelines.records import parquet_fields
 
 
 class Text(Modality):
@@ -94,15 +93,11 @@ def _compression(path: Path, file: BinaryIO) -> FileFormat | None:
     file.seek(0)
     if kind is None or kind.begin is not None:
         return kind
-    which, rule = "", "leave it out, such as with --exclude"
+    rule = "leave it out, such as with --exclude"
     if kind.name == PARQUET:
-        fields = parquet_fields(path, file)  # None: unknown
-        if fields:
-            which = f" with the columns of text {', '.join(fields)}"
-        if fields != []:
-            rule = f"name the text's field with --field, such as --field {fields[0] if fields else 'text'}"
+        rule = "name the text's field with --field, such as --field text"
     elif kind.modality:
         rule = f"take it with --modality {kind.modality}, {rule}"
     elif kind.program:
         rule = f"unpack it first, such as with `{kind.program} FILE`"
-    raise DataError(f"{path}: is {kind.name}{which}, not text; {rule}, {_AS_IT_IS}")
+    raise DataError(f"{path}: is {kind.name}, not text; {rule}, {_AS_IT_IS}")

@@ -363,9 +363,15 @@ class SampleReader:
         split, shard = self._split, self._split.open(number)
         rows = shard.index[samples.start : samples.stop].tolist()
         ends = shard.ends[samples.start : samples.stop].tolist()
-        base = rows[0][0]
-        array = self._read(number, base, ends[-1] - base)
-        view = array.data
+        base, size, filled = rows[0][0], ends[-1] - rows[0][0], 0
+        self._buffers.reverse()
+        if len(self._buffers[0]) < size:
+            self._buffers[0] = np.empty(size, dtype=np.uint8)
+        array = self._buffers[0]
+        with as_data_error(split.path(number), mend=REPAIR), open_plain(shard.path) as file:
+            while filled < size and (count := os.preadv(file.fileno(), [array[filled:size].data], base + filled)):
+                filled += count  # some file systems return less than requested
+        view = array[:filled].data
         contents = []
         for sample, (member, content, length, crc32, _), end in zip(samples, rows, ends, strict=True):
             if zlib.crc32(view[member - base : end - base]) != crc32:
@@ -373,18 +379,6 @@ class SampleReader:
             stored = array[content - base : content - base + length * shard.stored_bytes]
             contents.append(split.modality.restored(stored, split.manifest.properties))
         return contents
-
-    def _read(self, number: int, start: int, size: int) -> np.ndarray:
-        """Read bytes ``[start, start + size)`` of a shard's file, fewer at the end, to a buffer: (n,) uint8."""
-        self._buffers.reverse()
-        if len(self._buffers[0]) < size:
-            self._buffers[0] = np.empty(size, dtype=np.uint8)
-        target = self._buffers[0][:size]
-        path, filled = self._split.open(number).path, 0
-        with as_data_error(self._split.path(number), mend=REPAIR), open_plain(path) as file:
-            while filled < size and (count := os.preadv(file.fileno(), [target[filled:].data], start + filled)):
-                filled += count  # some file systems return less than requested
-        return target[:filled]
 
 
 def _document_edges(index: np.ndarray) -> np.ndarray:

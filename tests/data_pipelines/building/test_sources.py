@@ -165,7 +165,7 @@ def flipped(table: pyarrow.Table) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "arguments", "rule"),
     [
-        ("x.txt", PARQUET, {}, r": is a Parquet file with the columns of text text, meta\.body, .* --field text, or"),
+        ("x.txt", PARQUET, {}, r": is a Parquet file, not text; name .* such as --field text, or"),
         ("x.parquet", PARQUET, {"field": "body"}, r": field 'body' is not one of its columns; its columns of text are"),
         ("x.parquet", PARQUET, {"field": "id"}, r": field 'id' holds neither text nor bytes; its columns of text are"),
         ("x.parquet", PARQUET[:-9], {"field": "text"}, r": is a Parquet file that is damaged or cut short \("),
