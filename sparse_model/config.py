@@ -176,6 +176,9 @@ class ModelConfig(NetworkConfig):
         if self.ngrams is not None and self.ngrams.orders[-1] >= self.context:
             rule = f"the longest must be below context {self.context}, as no position has more tokens before it"
             yield Problem("ngrams.orders", rule, list(self.ngrams.orders))
+        if self.output is not None and self.objective.num_classes:
+            rule = f"describes logits of tokens, and objective {self.objective.type} has others; set it to null"
+            yield Problem("output", rule)
         wrong_parts: list[Problem] = []
         for name in ("mixers", "feed_forwards"):
             try:
@@ -292,7 +295,8 @@ class ModelConfig(NetworkConfig):
         reads = {name: side for mixer in mixers for name, side in mixer.causality(self).items()}
         for name in (name for name, side in reads.items() if side != causal):
             if causal:
-                rule = f"{name} reads later positions, which objective {kind} predicts; "
+                verb = "predicts" if self.objective.next_token else "does not read"
+                rule = f"{name} reads later positions, which objective {kind} {verb}; "
                 rule += 'leave out "causal": false, or give another type'
             else:
                 rule = f"{name} reads no later positions, and objective {kind} needs both sides; "
@@ -325,8 +329,18 @@ class ModelConfig(NetworkConfig):
         Raises:
             ConfigError: it does not.
         """
-        if not self.objective.causal:
+        if not self.objective.next_token:
             rule = 'predicts no next token, so it cannot sample, compress or score text; take "autoregressive"'
+            raise ConfigError.at("model.objective.type", self.objective.type, rule)
+
+    def require_tokens(self) -> None:
+        """Check that the model predicts tokens, as transformers' classes and traced programs do.
+
+        Raises:
+            ConfigError: it predicts classes.
+        """
+        if self.objective.num_classes:
+            rule = "predicts classes, which neither transformers' classes nor traced programs do; load_model reads it"
             raise ConfigError.at("model.objective.type", self.objective.type, rule)
 
     def check_division(
@@ -363,7 +377,7 @@ class ModelConfig(NetworkConfig):
         rule = f"must be a multiple of the {size} processes that share each context"
         alone = "computes whole contexts, which processes cannot share; set train.sequence_parallel to 1"
         problems = list(self._lacking("sections", alone))
-        if not self.objective.in_order:
+        if not self.objective.in_order or self.objective.num_classes:
             problems.append(Problem("objective", f"{self.objective.type} {alone}"))
         if exchange == "keys":
             only = 'exchanges heads, and sequence_exchange asks for keys; give "auto"'

@@ -1,6 +1,6 @@
 """From the last residual block to logits, or to each token's nats without all logits of a context in memory.
 
-Letters: R rows (positions of all contexts), C width, V vocabulary.
+Letters: B contexts, N positions, R rows (positions of all contexts), C width, V vocabulary, K classes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from longstride.sparse_model.embedding import Embedding
 from longstride.sparse_model.network import NetworkConfig, OutputConfig
 from longstride.sparse_model.norm import norm_of
+from longstride.sparse_model.objectives import Classify, Objective
 from longstride.sparse_model.part import Part, Work, draw_linear
 
 CHUNK_ROWS = 1 << 14  # rows of logits in memory at once
@@ -88,6 +89,55 @@ class Logits(Part, nn.Linear):
             return F.linear(h, self.table, self.bias)
         nats = CrossEntropyInChunks.apply(h.flatten(0, -2), self.table, self.bias, targets.flatten(), CHUNK_ROWS)
         return nats.view(targets.shape)
+
+
+class ClassLogits(Part, nn.Linear):
+    """A summary of each context's rows, and its projection to a logit for each class (Devlin et al. 2019, section 4).
+
+    The pooler is a linear layer and tanh between both.
+    """
+
+    part = trained_as = "output"
+    embedding = None  # no weights are tied
+
+    def __init__(self, network: NetworkConfig, objective: Objective) -> None:
+        assert isinstance(objective, Classify)
+        super().__init__(network.width, objective.classes)
+        self.network, self.first = network, objective.pool == "first"
+        self.pooler = nn.Linear(network.width, network.width) if objective.pooler else None
+
+    def initialize(self) -> None:
+        """Make every class equally likely."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        if self.pooler is not None:
+            draw_linear(self.pooler, self.network)
+
+    def work(self, positions: int, batch: int) -> Work:
+        """Count the products of so many summaries."""
+        pooler = 0 if self.pooler is None else self.pooler.weight.numel()
+        return Work(linear=2 * positions * (self.weight.numel() + pooler))
+
+    def forward(self, h: Tensor, labels: Tensor | None = None, real: Tensor | None = None) -> Tensor:
+        """Map rows (B, N, C) to logits (B, 1, K), or with ``labels`` (B, 1) int64 to nats (B, 1) in fp32.
+
+        Nats are fp64 for fp64 rows, and 0 for the label -1. ``real``: (B, N) bool, False for padding; None: there is
+        none.
+        """
+        wide = torch.promote_types(h.dtype, torch.float32)
+        if self.first:
+            summary = h[:, :1]
+        elif real is None:
+            summary = h.mean(1, keepdim=True, dtype=wide).to(h.dtype)
+        else:
+            total = h.where(real[..., None], 0.0).sum(1, keepdim=True, dtype=wide)
+            summary = (total / real.sum(1).clamp_min(1)[:, None, None]).to(h.dtype)
+        if self.pooler is not None:
+            summary = self.pooler(summary).tanh()
+        logits = F.linear(summary, self.weight, self.bias)
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.mT.to(wide), labels, reduction="none", ignore_index=-1)
 
 
 class CrossEntropyInChunks(torch.autograd.Function):

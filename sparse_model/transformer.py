@@ -20,7 +20,7 @@ from longstride.sparse_model.config import BlockConfig, ModelConfig
 from longstride.sparse_model.embedding import Embedding
 from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.objectives import Layout
-from longstride.sparse_model.output import Logits
+from longstride.sparse_model.output import ClassLogits, Logits
 from longstride.sparse_model.part import BlockContext, Mixer, MixerOutput, Part, State, Work, places_of
 from longstride.sparse_model.rotary import Rotary
 
@@ -56,7 +56,8 @@ class SparseTransformer(Part):
         modules = (kind(config, block, rotary) for block in (config.blocks() if blocks is None else blocks))
         self.blocks = cast("Sequence[ResidualBlock]", nn.ModuleList(modules))
         self.norm = norm_of(config) if config.norm_position == "before" else nn.Identity()
-        self.logits = Logits(config, self.embedding)
+        is_classifier = config.objective.num_classes > 0
+        self.logits = ClassLogits(config, config.objective) if is_classifier else Logits(config, self.embedding)
         self.activation_checkpoint: Recompute | None = None  # set to recompute activations
         self.attention_from: ModelConfig | None = None  # see ``use_attention``
         self._supported: set[str] = set()  # abilities that have been checked
@@ -161,11 +162,13 @@ class SparseTransformer(Part):
         real: Tensor | None = None,
         inputs: Tensor | None = None,
         predicted: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor | MixerOutput:
         """Predict tokens[:, i] in row i from tokens[:, :i], or with ``begins`` from those of them in the same document.
 
         With another objective than autoregressive, row i predicts tokens[:, i] from ``inputs``, or from the rows that
-        the objective's ``layout`` lets it read. Without ``predicted`` all tokens are then read, as by an encoder.
+        the objective's ``layout`` lets it read. Without ``predicted`` all tokens are then read, as by an encoder. With
+        objective classify, a single row predicts the class of each context.
 
         Args:
             tokens: (B, N) integers of any type, N at most the configured context. The last one is only a target. Sent
@@ -178,11 +181,13 @@ class SparseTransformer(Part):
                 real. Padding has no nats, no gradient, and no influence on averages, statistics or capacities.
             inputs: (B, N) integers, see ``Corrupted``; None: the tokens themselves.
             predicted: (B, N), see ``Corrupted``. Tokens that are not predicted have no nats; None: all are predicted.
+            labels: (B, 1) int64, the class of each context, -1 for one without; None: class 0, for checks.
 
         Returns:
             Logits (B, N, V), or nats (B, N) in fp32, 0 for padding and where nothing is predicted (of logits only if
-            the objective has a ``layout``). With ``return_extras`` these are the rows of a ``MixerOutput`` with the sum
-            of the auxiliary losses, if any, and the statistics of each of ``observers``.
+            the objective has a ``layout``). Of K classes logits (B, 1, K), or nats (B, 1). With ``return_extras`` these
+            are the rows of a ``MixerOutput`` with the sum of the auxiliary losses, if any, and the statistics of each
+            of ``observers``.
             With sequence parallelism, only the rows of this process's section. They depend on the section's tokens and
             on ``reach`` tokens before them, or on all tokens where a mixer selects by tokens. Auxiliary losses cover
             whole contexts; statistics add up over processes.
@@ -204,7 +209,11 @@ class SparseTransformer(Part):
         output, columns = self.residual(
             lambda: self.embedding(inputs, places, real=real), contexts, self.activation_checkpoint
         )
-        if return_nats:  # exchange targets and nats, which are smaller than rows
+        if isinstance(self.logits, ClassLogits):
+            if return_nats and labels is None:
+                labels = torch.zeros(len(tokens), 1, dtype=torch.int64, device=tokens.device)
+            scored = self.logits(self.norm(output.rows), labels if return_nats else None, real)
+        elif return_nats:  # exchange targets and nats, which are smaller than rows
             at: Any = slice(None)  # which rows
             if predicted is not None:  # compute no other logits
                 at = self.division.redistribute(predicted[:, section, None], 0, columns)[..., 0] > 0

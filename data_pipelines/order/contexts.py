@@ -7,7 +7,7 @@ is the index of its colour.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ class Cut:
     separator: int | None = None  # a byte after each packed document
     hop: int | None = None  # bytes between the beginnings of a document's contexts if not packed; None: N
     apart: bool = False  # whether batches mark where packed documents begin, so that they are kept apart
+    labelled: bool = False  # whether batches have the classes of documents, which are then not packed
 
     def identity(self, context: int) -> str:
         """Name a settled cut: with the data set, it decides the bytes of each context."""
@@ -59,6 +60,8 @@ def settle_cut(
             raise DataError(
                 "packing=true: pictures of a palette are not packed, each fills one context; set packing=false"
             )
+        if cut.labelled:
+            raise DataError("packing=true: joins documents, and a context has the class of one; set packing=false")
         if cut.hop is not None:
             raise DataError(f"hop={cut.hop}: packed documents are cut every {context} bytes; set packing=false")
         if cut.separator is not None and not 0 <= cut.separator <= 255:
@@ -74,7 +77,7 @@ def settle_cut(
         size, what = size // CHANNELS, f"{palette.unit}s"
     if size not in (None, context):
         raise DataError(f"context={context}: must be {size}, the {what} of every {modality.name} of this set")
-    return Cut(packing=False, hop=hop)
+    return Cut(packing=False, hop=hop, labelled=cut.labelled)
 
 
 def cut_contexts(split: Split, context: int, cut: Cut, hop: int | None = None) -> "Contexts":
@@ -85,7 +88,7 @@ def cut_contexts(split: Split, context: int, cut: Cut, hop: int | None = None) -
     settled = settle_cut(cut, context, split.modality, split.manifest.properties, split.palette)
     if settled.hop is None:
         return PackedContexts(split, context, settled.separator, hop or context, is_apart=settled.apart)
-    return DocumentContexts(split, context, hop or settled.hop)
+    return DocumentContexts(split, context, hop or settled.hop, is_labelled=settled.labelled)
 
 
 def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
@@ -102,6 +105,7 @@ class Contexts(ABC):
     count: int  # contexts of the canonical order, the last one of a stream maybe shorter
     is_apart = False  # whether documents of a context are kept apart
     has_separators = False
+    is_labelled = False  # whether batches have the classes of documents
 
     def __init__(self, split: Split, context: int, units: np.ndarray, context_units: int) -> None:
         self.split, self.context, self._units = split, context, units  # context: N
@@ -134,6 +138,10 @@ class Contexts(ABC):
 
         The same byte can occur in a document, so the indexes are used and not the bytes. Raises like ``begins``.
         """
+        raise NotImplementedError
+
+    def labels(self, numbers: Sequence[int], seed: int | None) -> np.ndarray:
+        """Return the class of each context's document, (n, 1) int64, if documents have any; numbers as in ``read``."""
         raise NotImplementedError
 
     @property
@@ -231,8 +239,9 @@ class PackedContexts(Contexts):
 class DocumentContexts(Contexts):
     """Contexts with bytes of a single document; a unit is a context."""
 
-    def __init__(self, split: Split, context: int, hop: int) -> None:
-        self._palette = split.palette
+    def __init__(self, split: Split, context: int, hop: int, *, is_labelled: bool = False) -> None:
+        self._palette, self.is_labelled = split.palette, is_labelled
+        self._first = np.cumsum([0, *(shard.documents for shard in split.shards)])  # document that ends in each shard
         width = 1 if self._palette is None else CHANNELS  # bytes of a position
         self._width, self._bytes, self._hop = width, width * context, width * hop
         if split.modality.document_bytes(split.manifest.properties) is not None:  # the manifest counts them
@@ -275,6 +284,14 @@ class DocumentContexts(Contexts):
         visit = next(self.visits(number, number + 1, None))
         before = self._before(visit.shard)
         return int(before[np.searchsorted(before, visit.start)]) != visit.start
+
+    def labels(self, numbers: Sequence[int], seed: int | None) -> np.ndarray:
+        documents = []
+        for number in numbers:
+            visit = next(self.visits(number, number + 1, seed))
+            place = np.searchsorted(self._before(visit.shard), visit.start, side="right") - 1
+            documents.append(self._first[visit.shard] + place)
+        return self.split.labels[documents].astype(np.int64)[:, None]
 
     def _before(self, number: int) -> np.ndarray:
         """Return the contexts before each document of a shard and in all, (documents + 1,) int64."""

@@ -40,17 +40,20 @@ class EvaluationBatch:
     separators: Tensor | None = None  # (B, N) bool, True on separators; None: there are none
     inputs: Tensor | None = None  # (B, N), as in ``Batch``
     predicted: Tensor | None = None  # (B, N), as in ``Batch``: no other tokens are scored
+    labels: Tensor | None = None  # (B, 1), as in ``Batch``, -1 for a padding row; they are scored instead of tokens
 
     @property
     def scored(self) -> Tensor:
-        """True on scored bytes, (B, N) bool."""
+        """True on scored bytes, (B, N) bool, or on scored labels, (B, 1)."""
+        if self.labels is not None:
+            return self.labels >= 0
         position = torch.arange(self.tokens.shape[1])
         scored = (position >= self.scored_from[:, None]) & (position < self.lengths[:, None])
         return scored if self.predicted is None else scored & (self.predicted > 0)
 
     @property
     def content(self) -> Tensor:
-        """True on scored bytes that are data, not separators, (B, N) bool. Predicted separators count too."""
+        """True on scored bytes that are data, not separators, as ``scored``. Predicted separators count too."""
         return self.scored if self.separators is None or self.predicted is not None else self.scored & ~self.separators
 
 
@@ -156,6 +159,7 @@ def _batches(
         tokens = np.zeros(shape, dtype=windows.dtype)
         lengths, scored_from = np.zeros((2, batch_size), dtype=np.int64)
         ids = np.full(batch_size, PADDING_ID, dtype=np.int64)
+        labels = np.full((batch_size, 1), -1, dtype=np.int64) if windows.is_labelled else None
         begins = np.ones(shape, dtype=bool) if windows.is_apart else None
         separators = np.zeros(shape, dtype=bool) if windows.has_separators else None
         for row, number in enumerate(islice(numbers, batch_size)):
@@ -163,6 +167,8 @@ def _batches(
             windows.read(reader, number, tokens[within], lengths[within], None)
             scored_from[row] = min_context if windows.goes_on(number) else 0
             ids[row] = number
+            if labels is not None:
+                labels[within] = windows.labels([number], None)
             if begins is not None:
                 begins[within] = windows.begins(number, 1, None)
             if separators is not None:
@@ -174,4 +180,5 @@ def _batches(
             torch.from_numpy(ids),
             begins=None if begins is None else torch.from_numpy(begins),
             separators=None if separators is None else torch.from_numpy(separators),
+            labels=None if labels is None else torch.from_numpy(labels),
         )

@@ -92,6 +92,7 @@ class Batch:
     inputs: Tensor | None = None  # (G / W, N) int32, what a model reads in place of the tokens; None: the tokens
     # (G / W, N) bool, True where a token is predicted, or int32, its number in their order, from 1; None: all are
     predicted: Tensor | None = None
+    labels: Tensor | None = None  # (G / W, 1) int64, the class of each context's document; None: nothing asks for it
 
     @property
     def content(self) -> Tensor:
@@ -145,16 +146,19 @@ class LanesReader:
         if (epoch, block) != self._loaded:
             self._load(epoch, block)
         rows = self._order[:, place]
+        ids, contexts = _rows(self._ids, rows), self._contexts
+        labels = torch.from_numpy(contexts.labels(ids.tolist(), self._seed)) if contexts.is_labelled else None
         return Batch(
             tokens=_rows(self._tokens, rows),
             lengths=_rows(self._lengths, rows),
-            sample_ids=_rows(self._ids, rows),
+            sample_ids=ids,
             state=StreamState(
                 self._fingerprint, self._seed, *self._lanes.position(number + 1), self._lanes.global_batch
             ),
             substitutions=tuple(self._substitutions[row] for row in rows.tolist() if row in self._substitutions),
             begins=None if self._begins is None else _rows(self._begins, rows),
             separators=None if self._separators is None else _rows(self._separators, rows),
+            labels=labels,
         )
 
     def _load(self, epoch: int, block: int) -> None:

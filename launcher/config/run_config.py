@@ -104,12 +104,16 @@ class RunConfig(StrictModel):
             rule = f"must be less than train.timeout_seconds {limit:g}, when other processes stop waiting for this one"
             raise ConfigError.at("data.worker_timeout_seconds", seconds, f"{rule}; {limit / 2:g}")
         objective = self.model.objective
-        if self.train.samples_every and not objective.causal:
+        if self.train.samples_every and not objective.next_token:
             rule = f"objective {objective.type} predicts no next token to sample; give 0"
             raise ConfigError.at("train.samples_every", self.train.samples_every, rule)
-        if self.train.context_schedule and not objective.in_order:
-            rule = f"cuts contexts, but objective {objective.type} permutes them; set it to null"
+        if self.train.context_schedule and (objective.num_classes or not objective.in_order):
+            verb = "labels" if objective.num_classes else "permutes"
+            rule = f"cuts contexts, but objective {objective.type} {verb} them; set it to null"
             raise ConfigError(Problem("train.context_schedule", rule))
+        if self.data.packed and objective.num_classes:
+            rule = f"joins documents, but objective {objective.type} predicts the class of one; leave it out"
+            raise ConfigError(Problem("data.packing", rule))
         shared = self.train.sequence_parallel
         if shared is not None and self.train.compile:
             rule = "compiles complete blocks, but train.sequence_parallel exchanges rows within them; give false"

@@ -11,4 +11,4 @@ from longstride.launcher.data.run import (
     resolve_steps,
     steps_of,
 )
-from longstride.launcher.data.run_data import GlobalBatch, TrainingData, global_batches
+from longstride.launcher.data.run_data import GlobalBatch, TrainingData, count_targets, global_batches

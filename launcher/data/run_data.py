@@ -67,7 +67,7 @@ class GlobalBatch(Generic[SomeBatch]):
     """A batch over all ranks, for a step or an evaluation."""
 
     part: SomeBatch  # of this rank
-    num_tokens: int  # predicted ones over all contexts, without padding: the loss is normalised by it
+    num_tokens: int  # predicted ones, or labels, over all contexts, without padding: the loss is normalised by it
     content: int  # tokens of the data, without separators; in an evaluation only the scored ones
     sample_ids: tuple[int, ...]  # of all ranks, in rank order; ranks that share contexts count once
     sample_ids_crc32: int  # of the same as little-endian int64
@@ -124,8 +124,7 @@ def global_batches(
         substitutions = batch.substitutions if isinstance(batch, Batch) else ()
         must_stop = int(stop is not None and stop.reason is not None)
         if batch is not None:
-            counted = batch.lengths if batch.predicted is None else batch.predicted > 0
-            tokens, content = int(counted.sum()), int(batch.content.sum())
+            tokens, content = count_targets(batch), int(batch.content.sum())
             row = torch.cat([torch.tensor([state, tokens, len(substitutions), must_stop, content]), batch.sample_ids])
         else:
             row = torch.zeros(5 + rows, dtype=torch.int64)
@@ -159,6 +158,13 @@ def global_batches(
         num_tokens, content = int(everyone[:, 1].sum()), int(everyone[:, 4].sum())
         crc32 = zlib.crc32(ids.tobytes())
         yield GlobalBatch(batch, num_tokens, content, tuple(ids.reshape(-1).tolist()), crc32, substitutions)
+
+
+def count_targets(batch: SomeBatch) -> int:
+    """Count what a model predicts in a batch: tokens, or labels."""
+    if batch.labels is not None:
+        return int((batch.labels >= 0).sum())
+    return int((batch.lengths if batch.predicted is None else batch.predicted > 0).sum())
 
 
 def for_model(batches: Iterator[SomeBatch], model: ModelConfig, seed: int) -> Iterator[SomeBatch]:
@@ -203,8 +209,9 @@ class TrainingData:
         self._config, self._ranks = config, ranks
         if location is None:  # the configuration may belong to an older run
             config.data.check_order()
-        data = config.data
-        self._cut = Cut(packing=data.packed, separator=data.separator, hop=data.hop, apart=data.apart)
+        data, self._classes = config.data, config.model.objective.num_classes
+        cut = Cut(packing=data.packed, separator=data.separator, hop=data.hop, apart=data.apart)
+        self._cut = replace(cut, packing=False, labelled=True) if self._classes else cut
         with rename_settings(_CONFIG_PATHS):
             remote = RemoteSettings(**config.data.remote.model_dump())
             self._folder = DataFolder(location or config.data.path, remote)
@@ -313,7 +320,9 @@ class TrainingData:
                 prefetch=data.prefetch,
                 worker_timeout_seconds=self._config.worker_timeout_seconds,
             )
-            return ByteStream(self._folder, settings, data.train_split, state=state)
+            opened = ByteStream(self._folder, settings, data.train_split, state=state)
+        self._check_labels(data.train_split)
+        return opened
 
     def batches(
         self, stream: ByteStream | StreamState | None, step: int, device: torch.device, stop: StopFlag | None = None
@@ -348,17 +357,17 @@ class TrainingData:
         """Open this rank's contexts of a split, by default the run's validation split in its micro-batches.
 
         Raises:
-            ConfigError: the objective reads both sides of a token, and ``min_context`` is not 0.
+            ConfigError: the objective predicts no next token, and ``min_context`` is not 0; or a label is too large.
             DataError: the split does not fit the run.
         """
-        objective = self._config.model.objective
-        if min_context and not objective.causal:
-            rule = f"counts earlier bytes, but objective {objective.type} reads both sides of a byte; leave it out"
+        objective, split = self._config.model.objective, split or self._config.data.validation_split
+        if min_context and not objective.next_token:
+            rule = f"counts bytes before a predicted one, and objective {objective.type} reads others; leave it out"
             raise ConfigError(f"--min-context={min_context}: {rule}")
         with rename_settings(_CONFIG_PATHS):
             batches = evaluation_contexts(
                 self._folder,
-                split or self._config.data.validation_split,
+                split,
                 context=self._config.model.context,
                 batch_size=batch_size or self._config.train.micro_batch,
                 rank=self._ranks.data_rank,
@@ -367,7 +376,14 @@ class TrainingData:
                 limit=limit,
                 min_context=min_context,
             )
+        self._check_labels(split)
         return for_model(batches, self._config.model, _EVALUATION_SEED)
+
+    def _check_labels(self, split: str) -> None:
+        """Raise DataError if a model of classes has no labels in a split, or ConfigError for one beyond its classes."""
+        if self._classes and (most := int(self.labels(split).max())) >= self._classes:
+            rule = f"split {split!r} of the data has class {most}; at least {most + 1}"
+            raise ConfigError.at("model.objective.classes", self._classes, rule)
 
     def context(self, number: int, split: str | None = None) -> Tensor:
         """Read context ``number`` of a split (None: the validation split).
@@ -389,8 +405,8 @@ class TrainingData:
         """Check that the data can be used for training and evaluation, as far as possible without reading all of it.
 
         Raises:
-            ConfigError: the position embedding has another shape than the data's pictures, or contexts have padding
-                and a part of the model does not support it.
+            ConfigError: the position embedding has another shape than the data's pictures, contexts have padding and a
+                part of the model does not support it, or a label is too large.
             DataError: a split or shard is missing, damaged or too small, or the first context has bytes outside the
                 vocabulary.
         """

@@ -18,12 +18,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
+from torch.nn import functional as F
 
 from longstride.data_pipelines.order import EvaluationBatch
 from longstride.kernels import ConfigError
@@ -40,6 +41,7 @@ from longstride.launcher.ranks import Ranks, adopt_launcher_variables, process_g
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import Division, ModelConfig, SparseTransformer
 
+Result = TypeVar("Result")  # of a batch
 _MOST_THREADS = 8
 _MOST_ROWS = 1 << 19  # positions computed at a time, since each thread holds the activations of its batch
 
@@ -56,6 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         check_positions(arguments.positions)
     subject = open_subject(arguments, ranks)
     config, data = subject.config, subject.data
+    if arguments.positions is not None and config.model.objective.num_classes:
+        rule = f"draws the loss of each position, but objective {config.model.objective.type} has one of each context"
+        raise ConfigError(f"--positions={arguments.positions}: {rule}; leave it out")
     prepare_accelerator(config)
     batch_size = arguments.batch or config.train.micro_batch
     split = arguments.split or config.data.validation_split
@@ -224,9 +229,10 @@ def evaluate_split(engine: DeepSpeedEngine, run: RunSetup, pieces: int = 1) -> d
 
 
 def evaluation_line(step: int, split: str, sums: ExactSums, start: float, unit: str) -> dict[str, Any]:
-    """Return an evaluation as it is written and printed; ``unit`` names what a token stands for."""
+    """Return an evaluation as it is written and printed; ``unit`` names what a loss counts."""
     loss = metrics_file.loss_fields(sums.mean(), sums.count, sums.content, unit)
-    return {"step": step, "split": split, **loss, "seconds": time.perf_counter() - start}
+    accuracy = {"accuracy": sums.hits / sums.count} if unit == metrics_file.LABEL else {}
+    return {"step": step, "split": split, **loss, **accuracy, "seconds": time.perf_counter() - start}
 
 
 def score(
@@ -242,7 +248,7 @@ def score(
     pieces: int = 1,
     scored_content: Callable[[int], None] = lambda _: None,
 ) -> ExactSums:
-    """Sum the nats of all ranks' scored bytes without rounding, in total or by the position bins ``edges``.
+    """Sum the nats of all ranks' scored bytes or labels without rounding, or of bytes by the position bins ``edges``.
 
     Batches hold the same rows for any number of ranks, and the sum does not depend on order, so its bits do not depend
     on the number of ranks. All ranks must call, with equally many batches.
@@ -260,37 +266,44 @@ def score(
     def cut(rows: Tensor) -> Tensor:
         return rows.reshape(pieces * len(rows), -1)
 
-    def nats_of(batch: EvaluationBatch) -> Tensor:
+    def nats_of(batch: EvaluationBatch) -> tuple[Tensor, np.ndarray | None]:  # and which predictions are right
         with torch.no_grad():  # applies to one thread only
             names = ("begins", "inputs", "predicted")
             extra = {name: cut(rows).to(device) for name in names if (rows := getattr(batch, name)) is not None}
             real = cut(torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None])
-            if batch.predicted is not None and not bool(real.all()):  # or rows would read the padding behind them
+            predicts_all = batch.predicted is None and batch.labels is None
+            if not predicts_all and not bool(real.all()):  # or rows would read the padding behind them
                 extra["real"] = real.to(device)
-            return model(cut(batch.tokens).to(device), return_nats=True, **extra).float().cpu()  # (B, N)
+            tokens, labels = cut(batch.tokens).to(device), batch.labels
+            if labels is None:
+                return model(tokens, return_nats=True, **extra).float().cpu(), None  # (B, N)
+            logits = model(tokens, **extra).float().cpu()  # (B, 1, K)
+            nats = F.cross_entropy(logits.mT, labels.clamp_min(0), reduction="none")
+            return nats, (logits.argmax(-1) == labels).numpy()
 
     parts = (batch.part for batch in global_batches(contexts, batch_size, ranks, device, stop))
-    for batch, nats in _compute_in_order(nats_of, parts, threads):
+    for batch, (nats, hits) in _compute_in_order(nats_of, parts, threads):
         first = ranks.sequence_rank * nats.shape[1]
         section = slice(first, first + nats.shape[1])  # this rank's positions
         scored = cut(batch.scored)[:, section]  # (B, n)
         content = cut(batch.content)[:, section][scored]  # (n,)
-        scored_content(int(content.sum()))
+        scored_content(int(content.sum() if hits is None else batch.lengths.sum()))
         bins_of_scored = None if bins is None else bins[section][scored.nonzero()[:, 1].numpy()]
-        sums.add(nats[scored].numpy(), bins_of_scored, content.numpy())
+        hits = None if hits is None else hits[scored.numpy()]
+        sums.add(nats[scored].numpy(), bins_of_scored, content.numpy(), hits)
     sums.gather(ranks, device)
     return sums
 
 
 def _compute_in_order(
-    work: Callable[[EvaluationBatch], Tensor], batches: Iterator[EvaluationBatch], threads: int
-) -> Iterator[tuple[EvaluationBatch, Tensor]]:
+    work: Callable[[EvaluationBatch], Result], batches: Iterator[EvaluationBatch], threads: int
+) -> Iterator[tuple[EvaluationBatch, Result]]:
     """Yield each batch with its result, in order; ``threads`` batches are computed at a time."""
     if not threads:
         yield from ((batch, work(batch)) for batch in batches)
         return
     before = torch.get_num_threads()
-    pending: deque[tuple[EvaluationBatch, Future[Tensor]]] = deque()
+    pending: deque[tuple[EvaluationBatch, Future[Result]]] = deque()
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             for batch in batches:

@@ -17,8 +17,8 @@ from longstride.launcher.ranks import Ranks
 _MANTISSA_BITS = 24
 _LEAST = -148  # smallest exponent from frexp for fp32, including subnormal numbers
 _POWERS = 128 - _LEAST + 1
-# Columns after the powers: counts of numbers, of those not finite, and of those of content.
-_COUNT, _UNBOUNDED, _CONTENT = _POWERS, _POWERS + 1, _POWERS + 2
+# Columns after the powers: counts of numbers, of those not finite, of those of content, and of right predictions.
+_COUNT, _UNBOUNDED, _CONTENT, _HITS = range(_POWERS, _POWERS + 4)
 _MOST_AT_ONCE = 2**29  # bincount adds so many integers exactly in float64; a power holds 2**39 numbers in total
 
 
@@ -26,13 +26,20 @@ class ExactSums:
     """One sum for each of ``num_bins`` bins; with ``squares`` also of squares, for standard errors."""
 
     def __init__(self, num_bins: int = 1, *, squares: bool = False) -> None:
-        self._table = np.zeros((num_bins, _POWERS + 3), dtype=np.int64)
+        self._table = np.zeros((num_bins, _POWERS + 4), dtype=np.int64)
         self._squares = ExactSums(num_bins) if squares else None
 
-    def add(self, values: np.ndarray, bins: np.ndarray | None = None, content: np.ndarray | None = None) -> None:
+    def add(
+        self,
+        values: np.ndarray,
+        bins: np.ndarray | None = None,
+        content: np.ndarray | None = None,
+        hits: np.ndarray | None = None,
+    ) -> None:
         """Add (n,) float32 numbers, each to its bin, (n,) integers; None: all to the first bin.
 
-        ``content``, (n,) bool, says which belong to the data instead of separators; None: all.
+        ``content``, (n,) bool, says which belong to the data instead of separators; None: all. ``hits``, (n,) bool,
+        says which belong to right predictions; None: nothing says it.
         """
         assert values.dtype == np.float32 and values.size < _MOST_AT_ONCE
         rows = np.zeros(values.size, dtype=np.int64) if bins is None else bins.astype(np.int64)
@@ -45,6 +52,8 @@ class ExactSums:
         table[:, _COUNT] = np.bincount(rows, minlength=len(table))
         table[:, _UNBOUNDED] = np.bincount(rows[~finite], minlength=len(table))
         table[:, _CONTENT] = np.bincount(rows if content is None else rows[content], minlength=len(table))
+        if hits is not None:
+            table[:, _HITS] = np.bincount(rows[hits], minlength=len(table))
         self._table += table
         if self._squares is not None:
             with np.errstate(over="ignore"):
@@ -69,6 +78,11 @@ class ExactSums:
     def content(self) -> int:
         """The count of numbers of content in all bins."""
         return int(self._table[:, _CONTENT].sum())
+
+    @property
+    def hits(self) -> int:
+        """The count of right predictions in all bins."""
+        return int(self._table[:, _HITS].sum())
 
     def counts(self, edges: np.ndarray | None = None) -> list[int]:
         """Return the count of each bin, or of each run of bins between ``edges``."""

@@ -39,20 +39,21 @@ _OTHER = "other:"  # prefix of a license unknown to the hub
 
 
 def hub_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json for transformers."""
+    """Return the fields of config.json for transformers. Its classes refuse a model of classes in one line."""
     causal = model.objective.causal
+    architecture = "LongstrideForCausalLM" if causal else "LongstrideForMaskedLM"
     return {
         "model_type": "longstride",  # see longstride.launcher.hub.LongstrideConfig
-        "architectures": ["LongstrideForCausalLM" if causal else "LongstrideForMaskedLM"],
+        "architectures": [] if model.objective.num_classes else [architecture],
         "auto_map": hub_stub.auto_map(causal),
     }
 
 
 def hub_files(model: ModelConfig, palette: bool = False) -> dict[str, str]:
-    """Return files by name: the stub, and a tokenizer if all tokens are bytes of text."""
+    """Return files by name: the stub, and a tokenizer if all tokens are bytes of text and some are predicted."""
     causal = model.objective.causal
     files = {hub_stub.FILE: hub_stub.text(causal)}
-    if _has_tokenizer(model, palette):
+    if _has_tokenizer(model, palette) and not model.objective.num_classes:
         content = {
             "tokenizer_class": "LongstrideTokenizer",
             "auto_map": hub_stub.TOKENIZER_AUTO_MAP,
@@ -113,7 +114,7 @@ def model_card(
         "context": f"{model.context:,} {tokens}",
         "network": f"{model.layers} layers of width {model.width}, {model.heads} heads",
         "attention": f"`{json.dumps(model.attention)}`",
-        **({} if model.objective.causal else {"objective": f"`{json.dumps(model.objective.model_dump())}`"}),
+        **({} if model.objective.next_token else {"objective": f"`{json.dumps(model.objective.model_dump())}`"}),
         "data": f"{data}: {modality.description}"
         if palette is None
         else f"{data}: {modality.words}, each pixel one of {len(palette):,} colours",
@@ -130,10 +131,11 @@ def model_card(
         if bits is not None and is_per_byte:
             content = f"{metrics_file.content_of(line):,} {predicted}s of {split}"
             what = "the step's batch" if recorded is steps else content
-            rows[f"{title} bits per {predicted}"] = f"{bits:.4f} on {what}"
+            accuracy = f", accuracy {line['accuracy']:.4f}" if "accuracy" in line else ""
+            rows[f"{title} bits per {predicted}"] = f"{bits:.4f}{accuracy} on {what}"
     escaped = {title: text.replace("|", "\\|").replace("\n", " ") for title, text in rows.items()}
     front = {"library_name": "longstride", **licensed}
-    if modality.hub_task:
+    if modality.hub_task and not model.objective.num_classes:
         front["pipeline_tag"] = modality.hub_task if model.objective.causal else "fill-mask"
     tags = ["longstride", "sparse-transformer", "byte-level" if palette is None else "palette", modality.name]
     notes = config.notes.strip()
@@ -160,9 +162,11 @@ def model_card(
 
 def _usage(model: ModelConfig, data_kind: ModelData) -> list[str]:
     """Return the lines of a card that show how to use the model."""
-    if model.objective.causal:
+    if model.objective.next_token or model.objective.num_classes:
         option = "" if data_kind.palette is None else " --decoded"
         commands = *data_kind.modality.examples, f"longstride sample . --likelihood FILE{option}"
+        if model.objective.num_classes:
+            commands = ("longstride evaluate . --data LABELLED",)
         return ["With Longstride installed, in this folder:", "", "```", *commands, "```"]
     if _has_tokenizer(model, data_kind.palette is not None):
         code = [

@@ -66,9 +66,11 @@ def traced_program(folder: str | Path, format: str = "pt2", *, trust_code: bool 
     be imported.
 
     Raises:
-        ConfigError: the folder is no export, or its model has parts that cannot be traced for every length.
+        ConfigError: the folder is no export, or its model has parts that cannot be traced for every length, or predicts
+            classes.
     """
     config = Exported(folder, trust_code=trust_code).config
+    config.require_tokens()
     kinds = [block.mixer.type for block in config.blocks() if block.mixer is not None]
     if unsupported := sorted({*kinds} - {"patterns", *_TRACED[format]}):
         also = "".join(f", {name}" for name in _TRACED[format])

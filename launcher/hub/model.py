@@ -48,6 +48,7 @@ class LongstridePreTrainedModel(PreTrainedModel):
             raise ConfigError.at("type", types[0], rule)
         # Not the run's attention backend, since the device is not known yet.
         network_config = ModelConfig.model_validate(config.model).model_copy(update={"backend": "auto"})
+        network_config.require_tokens()
         objective = network_config.objective
         if objective.causal != self.causal:
             rule = f"predicts {'each next token' if objective.causal else 'tokens from both sides'}"

@@ -15,8 +15,12 @@ from longstride.data_pipelines.plain_files import JSONError, open_plain, parse_j
 from longstride.launcher.output.file_names import METRICS
 
 NO_BYTE = "pixel"  # the only unit whose tokens are not bytes: pixels of a palette
+LABEL = "label"  # of a document
 # A loss in bits per one of these compares with no loss per another.
-LOSS_UNITS = ("byte", NO_BYTE, *(f"{how} {unit}" for how in ("masked", "predicted") for unit in ("byte", NO_BYTE)))
+LOSS_UNITS = (
+    *("byte", NO_BYTE, LABEL),
+    *(f"{how} {unit}" for how in ("masked", "predicted") for unit in ("byte", NO_BYTE)),
+)
 _MOST_LINE_BYTES = 2**22  # enough for thousands of replaced contexts
 # Keys and types in lines of every version. Those of a step distinguish steps from evaluations, on any split.
 _LINE_KEYS = {"step": (int,), "split": (str,), "loss_nats": (float, NoneType), "tokens": (int,)}
@@ -43,7 +47,8 @@ def loss_fields(nats: float, tokens: int, content: int, unit: str = "byte") -> d
 
     Values that are not finite become None. A pixel of a palette is not a byte, so its loss only has
     ``bits_per_pixel``. That is not comparable with the original picture. Likewise the loss of masked bytes only has
-    ``bits_per_masked_byte``, without separators' share: they are masked too. So has that of predicted bytes.
+    ``bits_per_masked_byte``, without separators' share: they are masked too. So has that of predicted bytes. That of
+    labels only has ``bits_per_label``, over ``tokens`` labels.
 
     Args:
         nats: mean over the tokens.
@@ -54,7 +59,7 @@ def loss_fields(nats: float, tokens: int, content: int, unit: str = "byte") -> d
     per = loss_unit(unit)
     bits = bits_per_byte(nats, tokens, content if per in ("byte", NO_BYTE) else tokens)
     losses = {"loss_nats": nats} | {bits_name(name): bits for name in (per, unit)}
-    counts = {"tokens": tokens} if unit == NO_BYTE else {"tokens": tokens, f"{per.split()[-1]}s": content}
+    counts = {"tokens": tokens} if unit in (NO_BYTE, LABEL) else {"tokens": tokens, f"{per.split()[-1]}s": content}
     return {name: loss if math.isfinite(loss) else None for name, loss in losses.items()} | counts
 
 
@@ -81,9 +86,10 @@ def bits_of(line: dict[str, Any]) -> tuple[str, float | None]:
 
 
 def bits_text(line: dict[str, Any]) -> str:
-    """Format a line's loss in bits, such as "1.2000 bits per byte"."""
+    """Format a line's loss in bits, such as "1.2000 bits per byte", and its accuracy, if it has any."""
     unit, bits = bits_of(line)
-    return f"{math.nan if bits is None else bits:.4f} {unit}"
+    accuracy = f", accuracy {line['accuracy']:.4f}" if "accuracy" in line else ""
+    return f"{math.nan if bits is None else bits:.4f} {unit}{accuracy}"
 
 
 def is_step(line: dict[str, Any]) -> bool:

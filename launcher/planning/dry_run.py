@@ -17,7 +17,7 @@ import torch
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, first_undamaged
 from longstride.launcher.config import RunConfig, Stage
-from longstride.launcher.data import RunSetup, TrainingData, WeightSource, check_output, resolve_steps
+from longstride.launcher.data import RunSetup, TrainingData, WeightSource, check_output, count_targets, resolve_steps
 from longstride.launcher.engine import build_engine, check_engine, prepare_accelerator
 from longstride.launcher.output import exit_codes, metrics_file, print_if_slow, say
 from longstride.launcher.planning.new import free_bytes
@@ -111,11 +111,11 @@ def _take_step(run: RunSetup, checkpoint: Checkpoint | None, initial: InitialWei
         part = batch.part
         for substitution in batch.substitutions:
             say(str(substitution))
-        names = ("tokens", "lengths", "sample_ids", "begins", "separators", "inputs", "predicted")
+        names = ("tokens", "lengths", "sample_ids", "begins", "separators", "inputs", "predicted", "labels")
         rows = {name: value[:size] for name in names if (value := getattr(part, name)) is not None}
         first = replace(part, **rows)
-        counted = first.lengths if first.predicted is None else first.predicted > 0
-        tokens, content = (int(counts.sum()) * ranks.data_world_size for counts in (counted, first.content))
+        counts = (count_targets(first), int(first.content.sum()))
+        tokens, content = (count * ranks.data_world_size for count in counts)
         batch = replace(batch, part=first, num_tokens=tokens, content=content)
         guards, begin = Guards(config.train.guards), time.perf_counter()
         engine.train()

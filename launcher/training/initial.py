@@ -28,6 +28,7 @@ from longstride.sparse_model import ModelConfig, SparseTransformer
 
 _POSITIONS = "embedding.positions."  # prefix of the position tables
 _TOKENS, _START = "embedding.tokens.weight", "embedding.start"  # objectives decide about a mask's row, and the start
+_LOGITS = "logits."  # prefix of the tensors after the last norm: of tokens or of classes, as the objective decides
 _FREE = ("backend", "dropout")  # keys of the model that do not change what its weights compute
 _MOST_NAMES = 4  # of tensors or keys, in a line
 Shape = Sequence[int] | None  # of a tensor; None if there is none
@@ -120,13 +121,18 @@ def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: s
     anew: list[str] = []
     unmasked: list[str] = []
     starts_differ = source.objective.causal != model.objective.causal
+    logits_differ = (source.objective.num_classes > 0) != (model.objective.num_classes > 0)
     misfits: dict[str, tuple[Shape, Shape]] = {}
     same_rows = (source.ngrams, source.vocabulary) == (model.ngrams, model.vocabulary)  # the same hash
     # Rows of the position tables mean the same if all but the size of the grid is equal.
     layouts = [config.embedding.model_dump(mode="json", exclude={"height", "width"}) for config in (source, model)]
+
+    def is_of_objective(name: str) -> bool:
+        return (name == _START and starts_differ) or (name.startswith(_LOGITS) and logits_differ)
+
     for name, shape in shapes.items():
         is_positions, before = name.startswith(_POSITIONS), source_shapes.get(name)
-        if is_positions and options.positions == "fresh":
+        if (is_positions and options.positions == "fresh") or is_of_objective(name):
             anew.append(name)
         elif before == shape and (name != states.TABLES or same_rows):
             taken.append(name)
@@ -142,11 +148,11 @@ def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: s
                 raise ConfigError(f"--from-positions: required: {rule}")
         else:
             anew.append(name)
-            if not options.partly and not (name == _START and starts_differ):
+            if not options.partly:
                 misfits[name] = shape, before
     unused = tuple(name for name in source_shapes if name not in shapes)
     for name in () if options.partly else unused:
-        if not ((name.startswith(_POSITIONS) and options.positions == "fresh") or (name == _START and starts_differ)):
+        if not ((name.startswith(_POSITIONS) and options.positions == "fresh") or is_of_objective(name)):
             misfits[name] = None, source_shapes[name]
     if misfits:
         raise ConfigError(*_misfit_problems(misfits, source, model, place))

@@ -147,7 +147,8 @@ class Trainer:
             ranks, unit, split = self._run.ranks, self._run.data.unit, self._run.config.data.train_split
             line = train_step(engine, batch, stage, ranks, self._guards, None, unit, split)
             line["seconds"] = device_seconds(engine.device) - start
-            count = batch.num_tokens if batch.part.predicted is None else batch.content  # read ones, not predicted ones
+            predicts_all = batch.part.predicted is None and batch.part.labels is None
+            count = batch.num_tokens if predicts_all else batch.content  # read ones, not predicted ones
             line["tokens_per_second"] = count / line["seconds"]
             line |= self._utilization.fields(line["seconds"])
             line["peak_memory_bytes"] = peak_memory_bytes(engine.device)
@@ -343,7 +344,7 @@ def score(
         return values.reshape(pieces * len(values), -1)
 
     tokens, device = cut(batch.tokens[rows]), engine.device
-    names = ("begins", "inputs", "predicted")
+    names = ("begins", "inputs", "predicted", "labels")
     extra_inputs = {
         name: cut(values[rows]).to(device) for name in names if (values := getattr(batch, name)) is not None
     }
@@ -351,11 +352,13 @@ def score(
     if not bool(real.all()):
         extra_inputs["real"] = real.to(device)
     nats, auxiliary, statistics = engine(tokens.to(device), return_nats=True, return_extras=True, **extra_inputs)
-    if context_nats is not None:  # nats (B, N)
+    if context_nats is not None:  # nats (B, N), or (B, 1) of labels
         context_nats += nats.detach().double().view(len(nats) // pieces, -1).sum(1).tolist()
     total = nats.sum()
     section = engine.module.division.section(tokens.shape[1])  # the positions that this rank computes
     counted = real if batch.predicted is None else cut(batch.predicted[rows] > 0)
+    if batch.labels is not None:
+        counted = batch.labels[rows] >= 0
     loss = total if auxiliary is None else total + auxiliary * int(counted[:, section].sum())
     return LossOutput(total, loss, tuple(statistic.detach() for statistic in statistics))
 
@@ -417,7 +420,7 @@ def summary(run: RunSetup, step: int, first: int, seconds: float, content_seen: 
     ``content_seen`` counts the bytes of content, or pixels, that all steps have read; None if they were not counted.
     """
     train, context = run.config.train, run.config.model.context
-    is_byte = run.data.unit.split()[-1] != metrics_file.NO_BYTE
+    is_byte = run.data.palette is None
     most = "" if run.data.fills_contexts else "up to "
     if content_seen is None:
         amount = f"{most}{counting.amount(step * train.global_batch * context)}"

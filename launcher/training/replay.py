@@ -205,7 +205,8 @@ def _repeat(run: RunSetup, engine: DeepSpeedEngine, step: int, batches: Batches,
         report["loss_nats"] = as_number(sum(map(float, line["rank_nats"])) / line["tokens"])
 
     def loss(context: dict[str, Any]) -> float:
-        nats_per_byte = float(context["nats"]) / (context["bytes"] or math.nan)  # a context may have only separators
+        content = context["bytes"] if batch.part.labels is None else 1  # of which the nats are
+        nats_per_byte = float(context["nats"]) / (content or math.nan)  # a context may have only separators
         return nats_per_byte if math.isfinite(nats_per_byte) else math.inf
 
     ranks = run.ranks

@@ -1,4 +1,4 @@
-"""Objectives: what a network reads and which tokens it predicts, `model.objective` in JSON.
+"""Objectives: what a network reads and predicts, `model.objective` in JSON.
 
 To add one: a file with a subclass of ``Objective``, and a member of ``AnyObjective``.
 """
@@ -10,7 +10,8 @@ from typing import Annotated
 from pydantic import Field
 
 from longstride.sparse_model.objectives.base import Autoregressive, Layout, Objective
+from longstride.sparse_model.objectives.classify import Classify
 from longstride.sparse_model.objectives.masked import Masked
 from longstride.sparse_model.objectives.permuted import Permuted
 
-AnyObjective = Annotated[Autoregressive | Masked | Permuted, Field(discriminator="type")]
+AnyObjective = Annotated[Autoregressive | Masked | Permuted | Classify, Field(discriminator="type")]

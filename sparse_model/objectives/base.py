@@ -37,6 +37,7 @@ class Objective(StrictModel):
 
     type: str
     causal: ClassVar[bool]  # whether a row may only depend on earlier positions
+    next_token: ClassVar[bool] = False  # whether the last row predicts the next token, so that texts can go on
     in_order: ClassVar[bool] = True  # whether row i is position i; otherwise ``layout`` decides who reads whom
 
     @property
@@ -45,12 +46,17 @@ class Objective(StrictModel):
         return {"type": "dense"} if self.causal else {"type": "dense", "causal": False}
 
     @property
+    def num_classes(self) -> int:
+        """How many classes of documents are predicted; 0: tokens are."""
+        return 0
+
+    @property
     def mask_rows(self) -> int:
         """How many rows the token table has for masked tokens."""
         return 0
 
     def num_predicted(self, length: int) -> int:
-        """Return how many tokens of a context of so many tokens are predicted."""
+        """Return how many predictions there are for a context of so many tokens."""
         return length
 
     def num_rows(self, length: int) -> int:
@@ -96,6 +102,7 @@ class Autoregressive(Objective):
 
     type: Literal["autoregressive"] = Field(default="autoregressive", description="each token from those before it")
     causal = True
+    next_token = True
 
     def corrupt(self, tokens: Tensor, lengths: Tensor, numbers: Tensor, seed: int, vocabulary: int) -> None:
         return None

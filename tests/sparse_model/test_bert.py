@@ -14,6 +14,10 @@ from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.clients.conftest import assert_rounded
 
 BLOCK = 7_087_872  # parameters of a block of BERT base
+CLASSIFIER: dict[str, Any] = {
+    "objective": {"type": "classify", "classes": 3, "pool": "first"},
+    "attention": {"type": "dense", "causal": False}, "output": None,
+}  # fmt: skip
 
 
 def bert(layers: int, heads: int, width: int, context: int, vocabulary: int, **changes: Any) -> ModelConfig:
@@ -41,7 +45,10 @@ TOKENS = torch.randint(31, (3, 24), generator=torch.Generator().manual_seed(1))
 
 
 def test_counts_are_those_of_the_published_shapes() -> None:
-    """BERT base has 109,514,298 with its masked head: two rows of token types (1,536), and no start (768)."""
+    """BERT base has 109,514,298 with its masked head: two rows of token types (1,536), and no start (768).
+
+    With a pooler in place of the head it has 109,482,240, of which we have all but the token types.
+    """
     width, inner, vocabulary, positions = 768, 3072, 30_522, 512
     attention = 4 * (width**2 + width)
     feed_forward = 2 * width * inner + inner + width
@@ -54,6 +61,10 @@ def test_counts_are_those_of_the_published_shapes() -> None:
     masked = {"objective": {"type": "masked"}, "attention": {"type": "dense", "causal": False}}
     masked_config = bert(12, 12, width, positions, vocabulary - 1, **masked)  # a row of the table stands for masks
     assert SparseTransformer.num_parameters(masked_config) == 109_514_298 - 1_536 - 1  # and has no bias of the output
+    classifier = bert(12, 12, width, positions, vocabulary, **CLASSIFIER)
+    classes = CLASSIFIER["objective"]["classes"] * (width + 1)
+    pooled = SparseTransformer.num_parameters(classifier) - classes
+    assert pooled == 12 * BLOCK + (vocabulary + positions + 2) * width + (width**2 + width) == 109_482_240 - 1_536
     untied = config.model_copy(update={"output": config.output.model_copy(update={"tied": False})})
     assert SparseTransformer.num_parameters(untied) == 109_513_530 + vocabulary * width
 
@@ -131,18 +142,8 @@ class TestAgainstTransformers:
         assert sum(parameter.numel() for parameter in blocks) == 12 * BLOCK == 85_054_464
 
     def test_rows_logits_and_gradients_of_masked_tokens_are_its_own(self) -> None:
-        from transformers import BertConfig, BertForMaskedLM
-
-        torch.manual_seed(0)
-        config = BertConfig(
-            vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
-            max_position_embeddings=24, attn_implementation="eager",
-            pad_token_id=None,  # no gradient of a table has its row
-        )  # fmt: skip
-        theirs = BertForMaskedLM(config).double().eval()
+        theirs = small_of_transformers("BertForMaskedLM", 32)
         with torch.no_grad():
-            for parameter in theirs.parameters():
-                parameter.copy_(0.3 * torch.randn(parameter.shape) + (parameter.dim() == 1))
             theirs.cls.predictions.bias[-1] = -torch.inf  # a mask is no token, so we have no logit of it
         ours = small_bert(objective={"type": "masked", "share": 0.4}, attention={"type": "dense", "causal": False})
         ours.load_state_dict(dict(copied({name: p.detach() for name, p in theirs.named_parameters()}, types=True)))
@@ -157,12 +158,46 @@ class TestAgainstTransformers:
         assert_rounded(ours(inputs), logits[..., :31])
         F.cross_entropy(logits[predicted], TOKENS[predicted]).backward()
         (ours(TOKENS, return_nats=True, **corrupted._asdict()).sum() / predicted.sum()).backward()
-        gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-        expected = dict(copied(gradients, types=False))
-        for name, parameter in ours.named_parameters():
-            assert parameter.grad is not None and parameter.grad.any()
-            assert_rounded(parameter.grad, expected.pop(name))
-        assert not expected
+        assert_gradients(ours, theirs)
+
+    def test_pooler_logits_and_gradients_of_classes_are_its_own(self) -> None:
+        theirs = small_of_transformers("BertForSequenceClassification", 31)
+        ours = small_bert(**CLASSIFIER)
+        ours.load_state_dict(dict(copied({name: p.detach() for name, p in theirs.named_parameters()}, types=True)))
+        labels, lengths = torch.tensor([2, 0, 1]), torch.tensor([24, 1, 11])
+        real = torch.arange(24) < lengths[:, None]
+        output = theirs(TOKENS, attention_mask=real.long(), labels=labels)
+        assert_rounded(ours(TOKENS, real=real)[:, 0], output.logits)
+        output.loss.backward()
+        (ours(TOKENS, real=real, return_nats=True, labels=labels[:, None]).sum() / 3).backward()
+        assert_gradients(ours, theirs)
+
+
+def small_of_transformers(name: str, vocabulary: int) -> Any:
+    """Make their model of the shape of ``small_bert``, whose every parameter is random."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=24, attn_implementation="eager", num_labels=3,
+        pad_token_id=None,  # no gradient of a table has its row
+    )  # fmt: skip
+    theirs = getattr(transformers, name)(config).double().eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape) + (parameter.dim() == 1))
+    return theirs
+
+
+def assert_gradients(ours: SparseTransformer, theirs: Any) -> None:
+    """Assert that all our gradients, of which none is 0, are theirs."""
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    expected = dict(copied(gradients, types=False))
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any()
+        assert_rounded(parameter.grad, expected.pop(name))
+    assert not expected
 
 
 def copied(theirs: dict[str, Tensor], types: bool) -> Iterator[tuple[str, Tensor]]:
@@ -171,11 +206,13 @@ def copied(theirs: dict[str, Tensor], types: bool) -> Iterator[tuple[str, Tensor
     positions = theirs["bert.embeddings.position_embeddings.weight"]
     first_type = theirs["bert.embeddings.token_type_embeddings.weight"][0]
     yield "embedding.positions.0.weight", positions + first_type if types else positions
-    yield "logits.bias", theirs["cls.predictions.bias"][:-1]
-    layers = {
-        "embedding.norm": "bert.embeddings.LayerNorm", "logits.transform.dense": "cls.predictions.transform.dense",
-        "logits.transform.norm": "cls.predictions.transform.LayerNorm",
-    }  # fmt: skip
+    layers = {"embedding.norm": "bert.embeddings.LayerNorm"}
+    if "classifier.weight" in theirs:
+        layers |= {"logits": "classifier", "logits.pooler": "bert.pooler.dense"}
+    else:
+        yield "logits.bias", theirs["cls.predictions.bias"][:-1]
+        transform = "cls.predictions.transform"
+        layers |= {"logits.transform.dense": f"{transform}.dense", "logits.transform.norm": f"{transform}.LayerNorm"}
     for layer in range(2):
         here, there = f"blocks.{layer}", f"bert.encoder.layer.{layer}"
         layers |= {
