@@ -162,11 +162,18 @@ def model_card(
 
 def _usage(model: ModelConfig, data_kind: ModelData) -> list[str]:
     """Return the lines of a card that show how to use the model."""
-    if model.objective.next_token or model.objective.num_classes:
+    if model.objective.num_classes:
+        code = [
+            "import torch",
+            "from longstride.launcher.models import load_model",
+            "",
+            f"tokens = torch.zeros(1, {model.context}, dtype=torch.int64)  # of a document, or fewer",
+            'probabilities = load_model(".")(tokens).softmax(-1)  # of each class',
+        ]
+        return ["With Longstride installed, in this folder:", "", "```python", *code, "```"]
+    if model.objective.next_token:
         option = "" if data_kind.palette is None else " --decoded"
         commands = *data_kind.modality.examples, f"longstride sample . --likelihood FILE{option}"
-        if model.objective.num_classes:
-            commands = ("longstride evaluate . --data LABELLED",)
         return ["With Longstride installed, in this folder:", "", "```", *commands, "```"]
     if _has_tokenizer(model, data_kind.palette is not None):
         code = [

@@ -76,7 +76,8 @@ class Rates:
         if steps_left:
             parts.append(f" · {counting.duration(self.seconds_left(steps_left))} left")
         content, unit = sum(map(metrics_file.content_of, self.recent)), self.unit.split()[-1]
-        parts.append(f" · {counting.amount(content / seconds)}{'B' if unit == 'byte' else f' {unit}s'}/s")
+        rate = counting.amount(content / seconds)
+        parts.append(f" · {rate}B/s" if unit == "byte" else f" · {rate.rstrip()} {unit}s/s")
         newest = self.recent[-1]
         mfu, as_dense = newest.get("mfu"), newest.get("mfu_dense_equivalent")
         if mfu is not None and as_dense is not None:

@@ -174,7 +174,13 @@ def test_verbs_that_need_tokens_say_that_there_are_classes(config_file: Path, tm
     Path(text).write_text("some text")
     assert main(["export", str(run), "--output", model]) == 0, capsys.readouterr()
     card = (tmp_path / "model/README.md").read_text()
-    assert "longstride evaluate . --data" in card and "bits per label" in card and "fill-mask" not in card
+    assert "bits per label" in card and "fill-mask" not in card
+    code = card.split("```python")[1].split("```")[0].replace('"."', repr(model))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["probabilities"].shape == (1, 1, 3) and float(names["probabilities"].detach().sum()) == pytest.approx(
+        1
+    )
     for words in (
         ["sample", model, "--bytes", "5"],
         ["sample", model, "--likelihood", text],
