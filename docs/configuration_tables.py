@@ -25,7 +25,7 @@ NOTES = {  # appended to a description
     "model.ngrams": "[n-grams](#modelngrams)",
     "model.feed_forward": "[experts](systems.md#mixture-of-experts)",
     "model.embedding": "[below](#modelembedding)",
-    "model.objective": "[masked](systems.md#masked-bytes-bert)",
+    "model.objective": "[masked](systems.md#masked-bytes-bert), [classes](training/fine-tune.md#fine-tune-on-labels)",
     "model.output": '`{"tied": true, "transform": true, "bias": true}`: BERT',
     "data.order": "[index tars](data/tars.md)",
     "data.packing": '`{"attend": "document"}`: [documents apart](data/order.md#keep-packed-documents-apart)',

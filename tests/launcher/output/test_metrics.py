@@ -80,7 +80,7 @@ def made_run(folder: Path, train_split: str = "train", validation_split: str = "
         if step in EVALUATED:
             lines.append(evaluation_line(step, EVALUATED[step], validation_split, seconds=90.0))
     write_metrics(folder, lines)
-    data = SimpleNamespace(unit="byte", has_split=lambda split: True, fills_contexts=True)
+    data = SimpleNamespace(unit="byte", palette=None, has_split=lambda split: True, fills_contexts=True)
     config = load_config(folder / "config.json")
     return SimpleNamespace(
         folder=folder, config=config, ranks=Ranks(), data=data, steps_on=steps_on, split=validation_split

@@ -8,23 +8,28 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from longstride.data_pipelines.building import build
 from longstride.data_pipelines.order import Cut, evaluation_contexts
+from longstride.data_pipelines.palette import make_palette
 from longstride.data_pipelines.shards import DataFolder
 from longstride.kernels import ConfigError
 from longstride.launcher.cli import main
-from longstride.launcher.data import WeightSource
+from longstride.launcher.config import RunConfig
+from longstride.launcher.data import TrainingData, WeightSource
 from longstride.launcher.models import load_model
+from longstride.launcher.ranks import Ranks
 from longstride.launcher.training.initial import fit
-from tests.harness.data.builds import write_files
+from tests.harness.data.builds import picture, write_files
 from tests.harness.data.streams import open_stream
 from tests.harness.layouts import losses_of, train_through
 from tests.harness.runs import complete, configuration, metrics
@@ -64,23 +69,29 @@ def classes_of(location: Path, split: str) -> dict[bytes, int]:
 
 
 @pytest.mark.parametrize(("hop", "workers"), [(None, 0), (24, 2)])
-def test_each_context_has_the_class_of_its_document(labelled: Path, hop: int | None, workers: int) -> None:
-    """Over epochs, contexts of long documents, documents that two shards divide, and worker processes."""
+def test_each_context_has_the_class_of_its_document(
+    labelled: Path, hop: int | None, workers: int, tmp_path: Path
+) -> None:
+    """Over epochs, contexts of long documents, documents that two shards divide, workers and replaced contexts."""
     cut = Cut(packing=False, hop=hop, labelled=True)
     documents = classes_of(labelled, "train")
     assert any(len(document) > 64 for document in documents)
-    seen = set()
+    damaged, seen, replaced = Path(shutil.copytree(labelled, tmp_path / "data")), set(), 0
+    shard = damaged / DataFolder(labelled).split("train").shards[1].name
+    shard.write_bytes(shard.read_bytes().replace(b"a", b"b"))
     stream = open_stream(
-        labelled, context=64, global_batch=6, world_size=2, rank=1, cut=cut, shuffle_bytes=256, workers=workers
-    )
+        damaged, context=64, global_batch=6, world_size=2, rank=1, cut=cut, shuffle_bytes=256, workers=workers,
+        on_damage="substitute",
+    )  # fmt: skip
     for batch, _ in zip(stream, range(100), strict=False):
+        replaced += len(batch.substitutions)
         assert batch.labels is not None and batch.labels.shape == (3, 1)
         for tokens, length, label in zip(batch.tokens, batch.lengths.tolist(), batch.labels, strict=True):
             text = bytes(tokens[:length].tolist())
             (expected,) = {documents[document] for document in documents if text in document}
             assert label == expected
             seen.add(text)
-    assert len(seen) > len(documents)
+    assert len(seen) > len(documents) and replaced
     documents = classes_of(labelled, "validation")
     labels = {}
     for scored in evaluation_contexts(labelled, context=64, batch_size=4, cut=cut):
@@ -89,6 +100,26 @@ def test_each_context_has_the_class_of_its_document(labelled: Path, hop: int | N
             labels[bytes(tokens[:length].tolist())] = int(label)
     assert labels.pop(b"") == -1  # of padding rows
     assert all({documents[document] for document in documents if text in document} == {labels[text]} for text in labels)
+
+
+def test_contexts_of_pictures_in_colours_of_a_palette_have_their_classes(tmp_path: Path) -> None:
+    draw, colours = np.random.default_rng(0), np.array([[0, 0, 0], [255, 0, 0], [0, 255, 0], [255, 255, 255]], np.uint8)
+    numbers = draw.integers(0, 2, (20, 8, 8)) + 2 * (np.arange(20) % 2)[:, None, None]  # class 1: colours with green
+    files = {f"{n:02}.png": picture(colours[number]) for n, number in enumerate(numbers)}
+    files |= {f"{n:02}.cls": b"%d" % (n % 2) for n in range(20)}
+    source = write_files(tmp_path / "source", files)
+    palette = make_palette(colours, 4)
+    build([source], tmp_path / "data", modality="image", labels=True, palette=palette, validation_fraction=0.3)
+    content = configuration(tmp_path / "data", tmp_path / "run") | {"deepspeed": {}}
+    content["model"] |= {"vocabulary": 4, "objective": CLASSIFY, "embedding": {"type": "learned"}}
+    content["model"]["attention"] = {"type": "dense", "causal": False}
+    data = TrainingData(RunConfig.model_validate(content), Ranks())
+    has_green = torch.from_numpy(palette.colours[:, 1] > 0)
+    for batch in (next(data.batches(None, 0, torch.device("cpu"))).part, *data.evaluation()):
+        is_real = batch.lengths > 0
+        assert batch.labels is not None and is_real.any()
+        assert torch.equal(has_green[batch.tokens.int()].all(1)[is_real], batch.labels[is_real, 0] == 1)
+    assert data.unit == "label"
 
 
 def test_losses_are_those_of_one_process_in_every_layout(config_file: Path, tmp_path: Path) -> None:
