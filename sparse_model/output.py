@@ -98,7 +98,6 @@ class ClassLogits(Part, nn.Linear):
     """
 
     part = trained_as = "output"
-    embedding = None  # no weights are tied
 
     def __init__(self, network: NetworkConfig, objective: Objective) -> None:
         assert isinstance(objective, Classify)
@@ -118,26 +117,30 @@ class ClassLogits(Part, nn.Linear):
         pooler = 0 if self.pooler is None else self.pooler.weight.numel()
         return Work(linear=2 * positions * (self.weight.numel() + pooler))
 
-    def forward(self, h: Tensor, labels: Tensor | None = None, real: Tensor | None = None) -> Tensor:
-        """Map rows (B, N, C) to logits (B, 1, K), or with ``labels`` (B, 1) int64 to nats (B, 1) in fp32.
-
-        Nats are fp64 for fp64 rows, and 0 for the label -1. ``real``: (B, N) bool, False for padding; None: there is
-        none.
-        """
-        wide = torch.promote_types(h.dtype, torch.float32)
+    def forward(self, h: Tensor, real: Tensor | None = None) -> Tensor:
+        """Map rows (B, N, C) to logits (B, 1, K). ``real``: (B, N) bool, False for padding; None: there is none."""
         if self.first:
             summary = h[:, :1]
-        elif real is None:
-            summary = h.mean(1, keepdim=True, dtype=wide).to(h.dtype)
         else:
-            total = h.where(real[..., None], 0.0).sum(1, keepdim=True, dtype=wide)
-            summary = (total / real.sum(1).clamp_min(1)[:, None, None]).to(h.dtype)
+            rows = h if real is None else h.where(real[..., None], 0.0)
+            counts = h.shape[1] if real is None else real.sum(1).clamp_min(1)[:, None, None]
+            total = rows.sum(1, keepdim=True, dtype=torch.promote_types(h.dtype, torch.float32))
+            summary = (total / counts).to(h.dtype)
         if self.pooler is not None:
             summary = self.pooler(summary).tanh()
-        logits = F.linear(summary, self.weight, self.bias)
+        return F.linear(summary, self.weight, self.bias)
+
+    @staticmethod
+    def nats(logits: Tensor, labels: Tensor | None) -> Tensor:
+        """Return the cross-entropy (B, 1) of labels (B, 1) int64 in fp32 (fp64 for fp64), 0 for the label -1.
+
+        Without labels it is the mean over all classes. So a check fails for any wrong logit, and the result is at least
+        the logarithm of K: a confident model's loss would be of the size of rounding.
+        """
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if labels is None:
-            return logits
-        return F.cross_entropy(logits.mT.to(wide), labels, reduction="none", ignore_index=-1)
+            return -logits.log_softmax(-1).mean(-1)
+        return F.cross_entropy(logits.mT, labels, reduction="none", ignore_index=-1)
 
 
 class CrossEntropyInChunks(torch.autograd.Function):

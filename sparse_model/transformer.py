@@ -181,7 +181,7 @@ class SparseTransformer(Part):
                 real. Padding has no nats, no gradient, and no influence on averages, statistics or capacities.
             inputs: (B, N) integers, see ``Corrupted``; None: the tokens themselves.
             predicted: (B, N), see ``Corrupted``. Tokens that are not predicted have no nats; None: all are predicted.
-            labels: (B, 1) int64, the class of each context, -1 for one without; None: class 0, for checks.
+            labels: (B, 1) int64, the class of each context, -1 for one without; None: the mean over classes.
 
         Returns:
             Logits (B, N, V), or nats (B, N) in fp32, 0 for padding and where nothing is predicted (of logits only if
@@ -210,9 +210,8 @@ class SparseTransformer(Part):
             lambda: self.embedding(inputs, places, real=real), contexts, self.activation_checkpoint
         )
         if isinstance(self.logits, ClassLogits):
-            if return_nats and labels is None:
-                labels = torch.zeros(len(tokens), 1, dtype=torch.int64, device=tokens.device)
-            scored = self.logits(self.norm(output.rows), labels if return_nats else None, real)
+            scored = self.logits(self.norm(output.rows), real)
+            scored = self.logits.nats(scored, labels) if return_nats else scored
         elif return_nats:  # exchange targets and nats, which are smaller than rows
             at: Any = slice(None)  # which rows
             if predicted is not None:  # compute no other logits

@@ -241,7 +241,7 @@ class DocumentContexts(Contexts):
 
     def __init__(self, split: Split, context: int, hop: int, *, is_labelled: bool = False) -> None:
         self._palette, self.is_labelled = split.palette, is_labelled
-        self._first = np.cumsum([0, *(shard.documents for shard in split.shards)])  # document that ends in each shard
+        self._ended = np.cumsum([0, *(shard.documents for shard in split.shards)])  # documents, before each shard
         width = 1 if self._palette is None else CHANNELS  # bytes of a position
         self._width, self._bytes, self._hop = width, width * context, width * hop
         if split.modality.document_bytes(split.manifest.properties) is not None:  # the manifest counts them
@@ -290,7 +290,7 @@ class DocumentContexts(Contexts):
         for number in numbers:
             visit = next(self.visits(number, number + 1, seed))
             place = np.searchsorted(self._before(visit.shard), visit.start, side="right") - 1
-            documents.append(self._first[visit.shard] + place)
+            documents.append(self._ended[visit.shard] + place)
         return self.split.labels[documents].astype(np.int64)[:, None]
 
     def _before(self, number: int) -> np.ndarray:

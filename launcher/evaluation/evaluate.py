@@ -278,7 +278,7 @@ def score(
             if labels is None:
                 return model(tokens, return_nats=True, **extra).float().cpu(), None  # (B, N)
             logits = model(tokens, **extra).float().cpu()  # (B, 1, K)
-            nats = F.cross_entropy(logits.mT, labels.clamp_min(0), reduction="none")
+            nats = F.cross_entropy(logits.mT, labels, reduction="none", ignore_index=-1)
             return nats, (logits.argmax(-1) == labels).numpy()
 
     parts = (batch.part for batch in global_batches(contexts, batch_size, ranks, device, stop))

@@ -73,6 +73,7 @@ def test_logits_nats_and_gradients_are_those_of_the_definition(parts: dict[str, 
         assert_rounded(*gradients)
     without = model(padded, real=REAL, return_nats=True, labels=LABELS.masked_fill(LABELS == 0, -1))
     assert without[1] == 0 and torch.equal(without[::2], scored[::2])
+    assert_rounded(model(padded, real=REAL, return_nats=True)[:, 0], -expected.log_softmax(1).sum(1) / K)
 
 
 def test_every_token_counts_but_the_last_of_a_causal_model() -> None:

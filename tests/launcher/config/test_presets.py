@@ -32,6 +32,7 @@ SYSTEMS = {  # docs/systems.md, with their parameters
     "imagenet64_routing": 189_663_232,
     "pg19_routing": 277_316_096,
     "bert_bytes": 86_238_976,
+    "bert_labels": 86_237_954,  # of bert_bytes 592,384 of the output and the mask's 768; a pooler (590,592), 2 classes
     "bigbird_bytes": 88_991_488,
     "image_gpt_masked": 76_681_728,  # Image GPT's without the start
     "linformer_bytes": 87_811_840,
