@@ -75,7 +75,8 @@ class DataConfig(StrictModel):
     )
     packing: bool | PackingConfig | None = Field(
         default=None,
-        description="whether documents are laid end to end; null: true for text, false for pictures and sounds",
+        description="whether documents are laid end to end; null: true for text, false for pictures, sounds and "
+        "objective classify",
     )
     separator: int | None = Field(default=None, ge=0, le=255, description="byte after each packed document")
     hop: int | None = Field(
