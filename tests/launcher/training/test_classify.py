@@ -24,11 +24,14 @@ from longstride.data_pipelines.palette import make_palette
 from longstride.data_pipelines.shards import DataFolder
 from longstride.kernels import ConfigError
 from longstride.launcher.cli import main
-from longstride.launcher.config import RunConfig
+from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data import TrainingData, WeightSource
 from longstride.launcher.models import load_model
+from longstride.launcher.planning import plan, rehearsal
+from longstride.launcher.planning.costs import work
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.training.initial import fit
+from longstride.sparse_model import SparseTransformer
 from tests.harness.data.builds import picture, write_files
 from tests.harness.data.streams import open_stream
 from tests.harness.layouts import losses_of, train_through
@@ -235,9 +238,18 @@ def test_a_page_compares_no_labels_with_bytes(config_file: Path, tmp_path: Path,
     assert main(["report", *runs, "--quick", "--output", str(tmp_path / "page.html")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "counts bits per label, and" in line and line.endswith("; give runs of one objective")
-    assert main(["report", runs[1], "--output", str(tmp_path / "page.html")]) == 0
-    page = (tmp_path / "page.html").read_text()
-    assert "bits per label" in page and "not drawn" not in page and "no plan" not in page
+    assert main(["report", runs[1], "--quick", "--output", str(tmp_path / "page.html")]) == 0
+    assert "bits per label" in (tmp_path / "page.html").read_text()
+
+
+def test_a_plan_counts_one_row_of_logits(config_file: Path) -> None:
+    """The rehearsed memory is that of a real pass."""
+    config = load_config(config_file, [*MODEL, "model.backend=cpu"])
+    logits = plan.make_plan(config, [1], 100, "cpu")["parameters"]["output"]
+    assert logits == 32 * 32 + 32 + 3 * 32 + 3
+    assert work(config.model).logits.forward == 2 * (32 * 32 + 3 * 32)
+    counted = rehearsal.count(SparseTransformer(config.model), torch.zeros(2, 64, dtype=torch.uint8))
+    assert rehearsal.activations(config, False, "cpu").kept == pytest.approx(counted.kept, rel=0.02)
 
 
 @pytest.mark.parametrize(
