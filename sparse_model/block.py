@@ -67,8 +67,12 @@ class ResidualBlock(Part):
             self.mixer.training = mode
         return self
 
-    def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
-        """Return the residual stream (B, N, C) after the block, as the rows of an output."""
+    def forward(self, h: Tensor, context: BlockContext = PLAIN, shared: Tensor | None = None) -> MixerOutput:
+        """Return the residual stream (B, N, C) after the block, as the rows of an output.
+
+        ``shared`` replaces ``context.shared``: recomputation differentiates by tensors that are arguments.
+        """
+        context = context if shared is None else context._replace(shared=shared)
         output = MixerOutput(h)
         if self.mixer is not None:
             output = self._add(h, self.mix(h, context), self.attention_norm)
@@ -147,10 +151,15 @@ class ReversibleBlock(ResidualBlock):
     """A residual block on two streams: (a, b) becomes (b, a + f(b)), for f the mixer and then the feed-forward."""
 
     def forward(
-        self, h: Tensor, context: BlockContext = PLAIN, starts: list[RandomStates] | None = None
+        self,
+        h: Tensor,
+        context: BlockContext = PLAIN,
+        shared: Tensor | None = None,
+        starts: list[RandomStates] | None = None,
     ) -> MixerOutput:
         """Map streams (2, B, N, C) to streams; ``starts`` collects the random states before each sub-layer."""
         assert not context.columns, "streams are divided by sections"
+        context = context if shared is None else context._replace(shared=shared)
         norm: Any = self.feed_forward_norm if self.attention is None else self.attention_norm
         before, written = h.unbind()
         output = MixerOutput(h)
@@ -170,20 +179,24 @@ class ReversibleBlock(ResidualBlock):
 class Reversible(torch.autograd.Function):
     """All residual blocks, storing only the streams after the last one.
 
-    Takes embedded positions h (B, N, C), the blocks, and the context of each. Returns rows (B, N, C), the sum of the
-    auxiliary losses or None, and the statistics. The backward pass visits the sub-layers from last to first. Running
-    one again gives its gradients and the stream before it.
+    Takes embedded positions h (B, N, C), the tensor that all layers share or None, the blocks, and the context of each.
+    Returns rows (B, N, C), the sum of the auxiliary losses or None, and the statistics. The backward pass visits the
+    sub-layers from last to first. Running one again gives its gradients and the stream before it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, blocks: Sequence[ReversibleBlock], contexts: Sequence[BlockContext]
+        ctx: Any,
+        h: Tensor,
+        shared: Tensor | None,
+        blocks: Sequence[ReversibleBlock],
+        contexts: Sequence[BlockContext],
     ) -> tuple[Any, ...]:
         output = MixerOutput(opened(h))
         starts: list[RandomStates] = []
         for block, context in zip(blocks, contexts, strict=True):
             output = block(output.rows, context, starts=starts).after(output)
-        ctx.save_for_backward(output.rows)
+        ctx.save_for_backward(output.rows, shared)
         ctx.starts, ctx.dtype = starts, h.dtype
         ctx.sublayers = [
             (part, context) for block, context in zip(blocks, contexts, strict=True) for part in block.sublayers()
@@ -194,7 +207,9 @@ class Reversible(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_auxiliary: Tensor | None, *_: None) -> tuple[Any, ...]:
-        (streams,) = ctx.saved_tensors
+        streams, shared = ctx.saved_tensors
+        if shared is not None:  # a leaf, in which the gradients of all sub-layers are summed
+            shared = shared.detach().requires_grad_(ctx.needs_input_grad[1])
         before, written = streams.unbind()  # written in place: torch detects a second backward pass
         grad_before, grad_written = grad_rows.double() / 2, grad_rows.double() / 2
         for (part, context), (cpu, (devices, states)) in zip(ctx.sublayers[::-1], ctx.starts[::-1], strict=True):
@@ -202,7 +217,7 @@ class Reversible(torch.autograd.Function):
                 torch.set_rng_state(cpu)  # draws as in the forward pass
                 set_device_states(devices, states)
                 read = before.to(ctx.dtype).detach().requires_grad_()
-                again = part(read, context)
+                again = part(read, context._replace(shared=shared))
             outputs, grads = [again.rows], [grad_written.to(again.rows.dtype)]
             if again.auxiliary_loss is not None and grad_auxiliary is not None:
                 outputs.append(again.auxiliary_loss)
@@ -210,4 +225,5 @@ class Reversible(torch.autograd.Function):
             torch.autograd.backward(outputs, grads)
             before, written = written.sub_(on_grid(again.rows.detach())), before
             grad_before, grad_written = grad_written, grad_before.add_(read.grad)
-        return grad_before.add_(grad_written).to(ctx.dtype), None, None
+        grad_shared = None if shared is None else shared.grad
+        return grad_before.add_(grad_written).to(ctx.dtype), grad_shared, None, None

@@ -14,7 +14,7 @@ import torch
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from typing_extensions import Self
 
-from longstride.kernels import ConfigError, Problem, check_backend, num_pairs
+from longstride.kernels import ConfigError, Problem, check_backend
 from longstride.kernels.patterns import PATTERNS, Pattern, divisors
 from longstride.kernels.registry import import_path, is_foreign, source_of
 from longstride.sparse_model.feed_forwards import (
@@ -311,10 +311,7 @@ class ModelConfig(NetworkConfig):
         """Yield a problem for each part that depends on the order of rows, or on who reads whom."""
         kind = self.objective.type
         for mixer in dict.fromkeys(self.mixers[: self.layers]):
-            is_dense = isinstance(mixer, HeadPatterns) and all(
-                num_pairs(pattern, self.context) == self.context**2 for pattern in set(mixer.patterns)
-            )
-            if not is_dense:
+            if not (isinstance(mixer, HeadPatterns) and mixer.reads_all(self.context)):
                 rule = f"{', '.join(mixer.causality(self))} decides who reads whom, which objective {kind} does; "
                 yield Problem("attention", rule + 'take {"type": "dense", "causal": false}')
         if any(isinstance(part, ExpertsConfig) and part.capacity is not None for part in self.feed_forwards):

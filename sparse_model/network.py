@@ -25,6 +25,7 @@ MOST_HEADS_IN_ALL = 1 << 18  # of all layers: each has a pattern
 MOST_WIDTH = 1 << 20
 MOST_CONVOLVED = 1 << 10
 MOST_CHANNELS = 1 << 24  # ratio times width
+MOST_BUCKETS = 1 << 10
 MOST_TOKENS = 1 << 24  # of a vocabulary: as many as colours of 24 bits
 POSITIVE = Field(gt=0, le=MOST_POSITIONS)
 WHOLE = 1e-6  # tolerance of ratio x width to a whole number of channels: in binary 2.3 x 100 is not 230
@@ -35,6 +36,21 @@ class RotaryPositions(StrictModel):
     """Queries and keys rotated by their positions (Su et al. 2021)."""
 
     base: float = Field(default=10_000.0, gt=1, description="the slowest channels turn once in about 2π·base positions")
+
+
+class RelativePositions(StrictModel):
+    """Learned biases of attention scores by head and distance, in buckets (Raffel et al. 2020, T5, section 2.1)."""
+
+    buckets: Annotated[int, Field(ge=4, le=MOST_BUCKETS, multiple_of=2)] = Field(
+        default=32, description="biases per head, half for earlier keys; longer distances share one"
+    )
+    distance: Annotated[int, POSITIVE] = Field(default=128, description="from here on all distances share a bucket")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.distance <= self.buckets // 4:
+            raise ConfigError.at("distance", self.distance, f"must be above buckets // 4 = {self.buckets // 4}")
+        return self
 
 
 class OutputConfig(StrictModel):
@@ -111,6 +127,11 @@ class NetworkConfig(StrictModel):
         description="rotary positions (Su et al. 2021) of channel pairs 2i, 2i + 1; needs an even number of channels "
         "per head; null: none",
     )
+    relative_bias: RelativePositions | None = Field(
+        default=None,
+        description="learned biases of scores by distance, of all layers; only with two-sided dense attention; "
+        "null: none",
+    )
     query_key_norm: bool = Field(
         default=False,
         description="normalise each head's queries and keys to a root mean square of 1 (Henry et al. 2020; "
@@ -135,6 +156,7 @@ class NetworkConfig(StrictModel):
         "output",
         "bias",
         "rotary",
+        "relative_bias",
         "query_key_norm",
         "convolution",
         "reversible",

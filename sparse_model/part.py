@@ -46,6 +46,7 @@ class BlockContext(NamedTuple):
     columns: int = 0  # stride of the columns by which rows are divided over processes; 0: by sections
     # (B, N) bool, False for padding; None: all are real. Of whole contexts for a mixer, local rows for a feed-forward.
     real: Tensor | None = None
+    shared: Tensor | None = None  # the output of the part that all layers share, see ``MixerConfig.make_shared``
 
 
 PLAIN = BlockContext()
@@ -147,6 +148,7 @@ class Mixer(Part, ABC):
     backend: str = "auto"  # of attention kernels
     reach: int = 1  # how many tokens before a row decide what it reads, in generation
     choice: Hashable = None  # mixers of equal ``patterns`` and ``choice`` have equal selections
+    reads_shared: bool = False  # whether it reads ``BlockContext.shared``
 
     @abstractmethod
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
@@ -182,7 +184,7 @@ class Mixer(Part, ABC):
         def shapes(part: Mixer) -> dict[str, torch.Size]:  # under ZeRO 3 a parameter may be released
             return {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in part.named_parameters()}
 
-        if shapes(mixer) != shapes(self):
+        if shapes(mixer) != shapes(self) or mixer.reads_shared or self.reads_shared:
             raise ConfigError(Problem("attention", f"{config.type} has other parameters than model.attention"))
         if any(True for _ in mixer.buffers()):
             raise ConfigError(Problem("attention", f"{config.type} has buffers, which only model.attention may have"))
@@ -320,6 +322,13 @@ class MixerConfig(PartConfig):
     @abstractmethod
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> Mixer:
         """Make the module. All mixers of a model share ``rotary``."""
+
+    def make_shared(self, network: NetworkConfig) -> Part | None:
+        """Make the part with the parameters that all layers share, which returns a tensor; None: they share none.
+
+        The network has it once, calls it without arguments, and gives its output to all layers.
+        """
+        return None
 
 
 class FeedForwardConfig(PartConfig, StrictModel):

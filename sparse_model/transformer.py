@@ -24,8 +24,9 @@ from longstride.sparse_model.output import ClassLogits, Logits
 from longstride.sparse_model.part import BlockContext, Mixer, MixerOutput, Part, State, Work, places_of
 from longstride.sparse_model.rotary import Rotary
 
-# Called as (block, rows, context) in place of a block; returns the block's output, or its fields as a plain tuple.
-Recompute = Callable[[ResidualBlock, Tensor, BlockContext], Sequence[Any]]
+# Called as (block, rows, context) in place of a block, or as (block, rows, context, shared) if layers share parameters;
+# returns the block's output, or its fields as a plain tuple.
+Recompute = Callable[..., Sequence[Any]]
 
 
 class Role(NamedTuple):
@@ -37,6 +38,8 @@ class Role(NamedTuple):
 
 class SparseTransformer(Part):
     """A deep pre-activation residual network whose blocks attend over patterns (Child et al. 2019, section 5)."""
+
+    shared: Part | None
 
     def __init__(
         self, config: ModelConfig, blocks: Sequence[BlockConfig] | None = None, initialize: bool = True
@@ -51,6 +54,8 @@ class SparseTransformer(Part):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config)
+        mixers = dict.fromkeys(block.mixer for block in config.blocks() if block.mixer is not None)
+        self.shared = next(filter(None, (mixer.make_shared(config) for mixer in mixers)), None)
         self._rotary = rotary = Rotary.of(config)
         kind = ReversibleBlock if config.reversible else ResidualBlock
         modules = (kind(config, block, rotary) for block in (config.blocks() if blocks is None else blocks))
@@ -251,13 +256,14 @@ class SparseTransformer(Part):
             embedded: returns the embedded rows (B, N, C). Python 3.10 would keep a tensor argument alive until this
                 call ends, although recomputation may not need it.
             contexts: one for each block, as ``block_contexts`` returns them.
-            recompute: called as (block, rows, context) in place of each block.
+            recompute: called in place of each block, see ``Recompute``.
 
         Returns:
             The output of the blocks, and the stride of the columns by which its rows are divided; 0: by sections.
         """
         if self.config.reversible and recompute is None and torch.is_grad_enabled():
-            rows, auxiliary_loss, *statistics = Reversible.apply(embedded(), self.blocks, contexts)
+            shared = contexts[0].shared
+            rows, auxiliary_loss, *statistics = Reversible.apply(embedded(), shared, self.blocks, contexts)
             return MixerOutput(rows, auxiliary_loss, tuple(statistics)), 0
         columns, output = 0, MixerOutput(embedded())
         dtype = output.rows.dtype
@@ -265,7 +271,11 @@ class SparseTransformer(Part):
             output = MixerOutput(opened(output.rows))
         for block, context in zip(self.blocks, contexts, strict=True):
             rows, columns = self.division.redistribute(output.rows, columns, context.columns), context.columns
-            returned = block(rows, context) if recompute is None else recompute(block, rows, context)
+            if recompute is None:
+                returned: Sequence[Any] = block(rows, context)
+            else:
+                tensors = () if context.shared is None else (context.shared,)
+                returned = recompute(block, rows, context._replace(shared=None), *tensors)
             output = MixerOutput(*returned).after(output)
         if self.config.reversible:
             output = output._replace(rows=closed(output.rows, dtype))
@@ -284,7 +294,7 @@ class SparseTransformer(Part):
         Raises:
             ConfigError: a part does not support documents, or padding.
         """
-        contexts, columns, context = [], 0, tokens.shape[1]
+        contexts, columns, context, shared = [], 0, tokens.shape[1], self._shared_tensor()
         local_places = None
         readable = places
         if real is not None:
@@ -306,7 +316,8 @@ class SparseTransformer(Part):
                 columns = 0
             elif mixer is not None:
                 columns = mixer.columns(context)
-            contexts.append(BlockContext(places=local_places, selection=selections[alike], columns=columns, real=real))
+            read = BlockContext(selection=selections[alike], real=real, shared=shared)
+            contexts.append(read._replace(places=local_places, columns=columns))
         return contexts
 
     def layout_contexts(self, layout: Layout) -> list[BlockContext]:
@@ -318,7 +329,12 @@ class SparseTransformer(Part):
         if layout.real is not None:
             self._require("padding")
         selection = layout.selection.mapped(lambda tensor: tensor.expand(-1, self.config.heads, -1))
-        return len(self.blocks) * [BlockContext(places=layout.places, selection=selection, real=layout.real)]
+        context = BlockContext(places=layout.places, selection=selection, real=layout.real)
+        return len(self.blocks) * [context._replace(shared=self._shared_tensor())]
+
+    def _shared_tensor(self) -> Tensor | None:
+        """Compute what all layers read of the part that they share."""
+        return None if self.shared is None else self.shared()
 
     def _require(self, ability: Literal["documents", "padding"]) -> None:
         if ability not in self._supported:  # called in every step
@@ -357,7 +373,7 @@ class SparseTransformer(Part):
         Returns:
             (B, n, C), before the last norm.
         """
-        rows = opened(h) if self.config.reversible else h
+        rows, shared = opened(h) if self.config.reversible else h, self._shared_tensor()
         for block, state in zip(self.blocks, states, strict=True):
-            rows = block(rows, BlockContext(state, first, tokens=before)).rows
+            rows = block(rows, BlockContext(state, first, tokens=before, shared=shared)).rows
         return closed(rows, h.dtype) if self.config.reversible else rows

@@ -121,10 +121,11 @@ def build_engine(
 def checkpoint_activations(model: SparseTransformer, section: dict[str, Any]) -> None:
     """Recompute every residual block in the backward pass, dropout included, as DeepSpeed's ``section`` says."""
 
-    def checkpoint_in_training(block: nn.Module, h: Tensor, context: BlockContext) -> MixerOutput:
+    def checkpoint_in_training(block: nn.Module, h: Tensor, context: BlockContext, *shared: Tensor) -> MixerOutput:
         if not torch.is_grad_enabled():  # evaluation has no backward pass
-            return block(h, context)
-        return MixerOutput(*deepspeed.checkpointing.checkpoint(lambda h: block(h, context), h))
+            return block(h, context, *shared)
+        tensors = h, *shared
+        return MixerOutput(*deepspeed.checkpointing.checkpoint(lambda h, *shared: block(h, context, *shared), *tensors))
 
     deepspeed.checkpointing.configure(None, deepspeed_config=section)
     model.activation_checkpoint = checkpoint_in_training

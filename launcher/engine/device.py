@@ -170,8 +170,8 @@ def _compile_for_training(block: nn.Module, forward: Callable[..., MixerOutput])
     # is resumed.
     compiled = torch.compile(forward, fullgraph=True, dynamic=False, options={"fallback_random": True})
 
-    def call(h: Tensor, context: BlockContext) -> MixerOutput:
-        return compiled(h, context) if block.training else forward(h, context)
+    def call(h: Tensor, context: BlockContext, *shared: Tensor) -> MixerOutput:
+        return compiled(h, context, *shared) if block.training else forward(h, context, *shared)
 
     return call
 
@@ -207,7 +207,7 @@ def run_parts(
     if division is not None:
         network.divide(LoneDivision(division.rank, division.size, None, division.exchange))
     parts: list[Any] = [block if compiled else block.attention for block in network.blocks]  # None: without a mixer
-    for part in filter(None, parts):
+    for part in filter(None, [*parts, network.shared]):
         part.to_empty(device=device).to(dtype)
         for parameter in part.parameters():
             nn.init.zeros_(parameter)
@@ -233,7 +233,7 @@ def run_parts(
             with torch.set_grad_enabled(training):
                 output = part(h, context).rows
             if training:
-                output.sum().backward()
+                output.sum().backward(retain_graph=network.shared is not None)  # which all parts have
 
 
 @contextmanager

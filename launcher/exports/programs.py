@@ -77,9 +77,11 @@ def traced_program(folder: str | Path, format: str = "pt2", *, trust_code: bool 
         rule = f"attention of type {unsupported[0]} cannot be traced for all lengths; these can: patterns{also}"
         raise ConfigError(f"--format={format}: {rule}")
     network = load_model(folder, dtype=torch.float32, trust_code=trust_code).requires_grad_(False)
-    for kind, mixer in zip(kinds, network.mixers, strict=True):
+    linformers = [mixer for kind, mixer in zip(kinds, network.mixers, strict=True) if kind == "linformer"]
+    for mixer in network.mixers:
         mixer.backend = "reference"
-        for mixtures in mixer.parameters(recurse=False) if kind == "linformer" else ():
+    for part in [network.shared, *linformers] if linformers else ():
+        for mixtures in () if part is None else part.parameters(recurse=False):
             mixtures.data = F.pad(mixtures, (0, 1))  # torch excludes the length at which a slice has all columns
     program, longest = PlacedLogits(network), config.context - config.objective.causal
     example = torch.zeros(3, min(7, longest), dtype=torch.int64)

@@ -61,6 +61,8 @@ class LongstridePreTrainedModel(PreTrainedModel):
         self.embedding, self.blocks, self.norm, self.logits = (
             network.embedding, network.blocks, network.norm, network.logits
         )  # fmt: skip
+        if network.shared is not None:
+            self.shared = network.shared
         if network.logits.embedding is not None:  # transformers places and offloads a tied tensor by both its names
             self.logits.weight = self.embedding.tokens.weight
             self._tied_weights_keys = {"logits.weight": "embedding.tokens.weight"}

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longstride.launcher.hub.configuration import Specials
-from longstride.sparse_model import BlockContext, MixerOutput, SparseTransformer
+from longstride.sparse_model import MixerOutput, SparseTransformer
 
 
 class Aligned(NamedTuple):
@@ -145,7 +145,7 @@ def all_rows(
         """Move the network's rows to places; a missing row becomes zeros."""
         return aligned.at_places(F.pad(rows, (0, 0, 0, 1)) if full else rows)
 
-    def record(block: Any, rows: Tensor, block_context: BlockContext) -> Any:
+    def record(block: Any, rows: Tensor, *inputs: Any) -> Any:
         assert hidden is not None
         if aligned.is_plain and not full and rows.dim() == h.dim():
             # The block reads the recorded tensor, which therefore gets a gradient.
@@ -153,7 +153,7 @@ def all_rows(
             rows = torch.cat([rows[:, :shift], hidden[-1]], 1) if length else rows
         else:  # reversible blocks have two streams, (2, B, n, C), with their mean as output
             hidden.append(to_places(rows.mean(0).to(h.dtype) if rows.dim() > h.dim() else rows))
-        return block(rows, block_context) if recompute is None else recompute(block, rows, block_context)
+        return block(rows, *inputs) if recompute is None else recompute(block, rows, *inputs)
 
     # The last token of a full row is only a target.
     rows = tokens if full else F.pad(tokens, (0, shift))

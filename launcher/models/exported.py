@@ -30,7 +30,7 @@ from longstride.launcher.models.tensors import (
     refuse,
 )
 from longstride.launcher.output import file_names, say
-from longstride.sparse_model import BlockContext, MixerOutput, ModelConfig, SparseTransformer
+from longstride.sparse_model import MixerOutput, ModelConfig, SparseTransformer
 
 _ADVICE = "name a folder written by `longstride export RUN --output DIR`"
 _MOST_NAME = 255  # characters of a file name
@@ -224,8 +224,8 @@ def stream_model(
     # glibc does not return freed memory by itself, which adds up to hundreds of MB for every block.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
-    def compute(block: nn.Module, h: Tensor, context: BlockContext) -> MixerOutput:
-        output: MixerOutput = functional_call(block, fetch(block, prefixes[block]), (h, context))
+    def compute(block: nn.Module, h: Tensor, *inputs: Any) -> MixerOutput:
+        output: MixerOutput = functional_call(block, fetch(block, prefixes[block]), (h, *inputs))
         trim(0)
         return output
 

@@ -23,7 +23,7 @@ from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import EngineStep, build_engine, check_engine, prepare_accelerator
 from longstride.launcher.planning.costs import engine_parameters
 from longstride.launcher.ranks import Ranks, process_group
-from longstride.sparse_model import BlockConfig, BlockContext
+from longstride.sparse_model import BlockConfig
 
 WARM_STEPS, STEPS = 2, 5  # unmeasured steps, which also compile and allocate, and measured ones
 MOST_SECONDS = 60.0  # of measured steps, once there are three
@@ -136,9 +136,9 @@ class _StepTimer:
         model, backward = engine.module, engine.backward
         inner: Callable[..., Any] | None = model.activation_checkpoint
 
-        def run(block: Any, h: Tensor, context: BlockContext) -> Any:
+        def run(block: Any, h: Tensor, *inputs: Any) -> Any:
             self._record_input(h)
-            return block(h, context) if inner is None else inner(block, h, context)
+            return block(h, *inputs) if inner is None else inner(block, h, *inputs)
 
         def backward_and_record(*arguments: Any, **options: Any) -> Any:
             out = backward(*arguments, **options)

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from longstride.kernels.selections import section_reads
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import BlockConfig, BlockContext, Division, SparseTransformer
+from longstride.sparse_model import BlockConfig, Division, SparseTransformer
 
 MOST_POSITIONS = 1 << 24  # of a context; a rehearsal of a million takes ten seconds
 REHEARSED_BLOCKS = 2  # of each kind: the first also creates shared tensors, such as the table of rotary positions
@@ -143,7 +143,7 @@ def _rehearse(
             rehearsal.starts.append(live.now)
             h.register_hook(lambda _: peaks.append(live.take_peak()))
 
-        def run(block: Callable[..., Any], h: Tensor, context: BlockContext) -> Any:
+        def run(block: Callable[..., Any], h: Tensor, *inputs: Any) -> Any:
             # The block's rows were divided again. That is not recomputed, but happens for their gradients too.
             for _ in range(2):
                 rehearsal.inside[len(rehearsal.starts)].update(outside.exchanged)
@@ -151,11 +151,11 @@ def _rehearse(
             outside.exchanged.clear()
             begin(h)
             if not checkpointing:
-                return block(h, context)
+                return block(h, *inputs)
             # Like DeepSpeed: stores a block's input, and runs the block again in the backward pass.
             rehearsal.input_bytes = h.nbytes
             with inputs_on_host:
-                return checkpoint(block, h, context, use_reentrant=True)
+                return checkpoint(block, h, *inputs, use_reentrant=True)
 
         if not config.model.reversible:
             model.activation_checkpoint = run

@@ -26,6 +26,7 @@ from longstride.sparse_model.mixers.linformer import LinformerConfig
 from longstride.sparse_model.mixers.lsh import LshConfig
 from longstride.sparse_model.mixers.match import MatchConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
+from longstride.sparse_model.mixers.relative_bias import BiasedPatterns
 from longstride.sparse_model.mixers.routing import RoutingConfig
 from longstride.sparse_model.mixers.synthesizer import SynthesizerConfig
 from longstride.sparse_model.network import MOST_HEADS, MOST_HEADS_IN_ALL, MOST_LAYERS, NetworkConfig
@@ -70,6 +71,7 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
         return mixers
 
     cycle = parse_entries("attention", value, parse, min(MOST_LAYERS, MOST_HEADS_IN_ALL // network.heads), "layer")
+    _check_shared(cycle[: network.layers], network)
     if any(mixer.has_queries for mixer in cycle[: network.layers]):
         return cycle
     rule = "only applies to attention, and no layer uses attention; remove it or add an attention layer"
@@ -80,6 +82,18 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
     if problems:
         raise ConfigError(*problems)
     return cycle
+
+
+def _check_shared(mixers: Sequence[MixerConfig], network: NetworkConfig) -> None:
+    """Check that layers can share what they are to share."""
+    sharing = {mixer for mixer in mixers if isinstance(mixer, LinformerConfig) and mixer.share == "layers"}
+    if len(sharing) > 1:
+        rule = 'layers that share mixtures differ in other keys; make them equal, or take "share": "keys_and_values"'
+        raise ConfigError(Problem("attention", rule))
+    reads_all = (isinstance(mixer, BiasedPatterns) and mixer.reads_all(network.context) for mixer in mixers)
+    if network.relative_bias is not None and not all(reads_all):
+        rule = 'needs attention of {"type": "dense", "causal": false} in all layers, as kernels read no bias; set it to'
+        raise ConfigError(Problem("relative_bias", f"{rule} null, or take that"))
 
 
 def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[MixerConfig]:
@@ -110,7 +124,8 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
         if combine == "interleaved":
             splits = [[factor] for factor in factors]
         layers = [_split(patterns, network.heads, entry) for patterns in splits]
-    return [HeadPatterns(tuple(p.for_head(head) for head, p in enumerate(layer)), shared) for layer in layers]
+    mixer_type = HeadPatterns if network.relative_bias is None else BiasedPatterns
+    return [mixer_type(tuple(p.for_head(head) for head, p in enumerate(layer)), shared) for layer in layers]
 
 
 def _mixer_class(kind: object) -> type[StrictModel] | None:

@@ -84,6 +84,10 @@ class HeadPatterns(AttentionConfig):
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> Attention:
         return Attention(network, self.patterns, rotary, key_value_heads=self.key_value_heads)
 
+    def reads_all(self, context: int) -> bool:
+        """Whether every head reads all positions."""
+        return all(num_pairs(pattern, context) == context**2 for pattern in set(self.patterns))
+
 
 class Attention(Mixer):
     """Projects to heads, attends over each head's pattern, and projects back (section 5.2).
@@ -91,7 +95,8 @@ class Attention(Mixer):
     Optionally a convolution over positions comes first, and queries and keys are normalised (Henry et al. 2020;
     Dehghani et al. 2023: a root mean square of 1, without weights) and rotated by their positions.
 
-    Subclasses may override ``attend``, ``new_cache``, ``num_pairs``, ``allowed``, ``weigh`` and ``compared``.
+    Subclasses may override ``attend`` or ``attend_in``, ``new_cache``, ``num_pairs``, ``allowed``, ``weigh`` and
+    ``compared``.
     """
 
     part = "attention"
@@ -177,14 +182,16 @@ class Attention(Mixer):
         if self.copies > 1:
             k, v = (x.repeat_interleave(self.copies, 1) for x in (k, v))
         q, k, v = division.to_heads(q, k, v)
-        heads = division.heads(self.heads)
-        if context.selection is not None:
-            selection = context.selection if division.size == 1 else context.selection.of_heads(heads)
-            output = MixerOutput(selected_attention(q, k, v, selection, backend=self.backend))
-        else:
-            output = self.attend(q, k, v, heads, context.real)
+        output = self.attend_in(context, q, k, v, division.heads(self.heads))
         (rows,) = division.to_sections(output.rows)
         return output._replace(rows=rows)
+
+    def attend_in(self, context: BlockContext, q: Tensor, k: Tensor, v: Tensor, heads: slice) -> MixerOutput:
+        """Attend as ``attend`` does, or over the selection of a context."""
+        if context.selection is None:
+            return self.attend(q, k, v, heads, context.real)
+        selection = context.selection if self.division.size == 1 else context.selection.of_heads(heads)
+        return MixerOutput(selected_attention(q, k, v, selection, backend=self.backend))
 
     @property
     def copies(self) -> int:
@@ -249,7 +256,7 @@ class Attention(Mixer):
 
         For heads whose keys depend on the data, this is ``num_pairs``.
         """
-        if type(self).attend is not Attention.attend:
+        if (type(self).attend, type(self).attend_in) != (Attention.attend, Attention.attend_in):
             return self.num_pairs(positions)
         rows, counts = like.new_empty(0, self.widths[0] // self.heads), Counter(self.patterns)
         return sum(count * num_pairs(pattern, positions, rows, self.backend) for pattern, count in counts.items())

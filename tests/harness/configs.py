@@ -219,6 +219,11 @@ TWO_SIDED: dict[str, dict[str, Any]] = {
     },
     "linformer": {"attention": {"type": "linformer", "rows": 7}},
     "linformer, nothing shared": {"attention": {"type": "linformer", "rows": 5, "share": "nothing"}},
+    "linformer, shared by layers": {"attention": {"type": "linformer", "rows": 5, "share": "layers"}},
+    "relative bias": {
+        "layers": 2, "attention": {"type": "dense", "causal": False, "key_value_heads": 2},
+        "relative_bias": {"buckets": 12, "distance": 20},
+    },
     "linformer, reversible": {"reversible": True, "attention": {"type": "linformer", "rows": 5, "share": "heads"}},
 }  # fmt: skip
 

@@ -68,6 +68,15 @@ def rows_read(order: list[int], is_mpnet: bool) -> dict[Row, set[Row]]:
     return reads
 
 
+BIAS = {"relative_bias": {"buckets": 12, "distance": 11}}
+EARLIER = [0, 1, 2, *2 * [3], *3 * [4], *12 * [5]]  # the buckets of earlier keys, from 3 to 11 at logarithms
+
+
+def bucket(distance: int) -> int:
+    """Return the bucket of a key at this distance from a query."""
+    return EARLIER[abs(distance)] + 6 * (distance > 0)
+
+
 def definition(model: SparseTransformer, tokens: Tensor, inputs: Tensor, order: Tensor) -> Tensor:
     """Return the logits (m, V) of the predicted tokens of one context (N,), in their order, by dense sums."""
     is_mpnet = model.config.objective.compensate
@@ -85,7 +94,11 @@ def definition(model: SparseTransformer, tokens: Tensor, inputs: Tensor, order: 
     for block in model.blocks:
         normed = block.attention_norm(h)
         q, k, v = (x[0] for x in block.attention.heads_of(block.attention.query_key_value(normed)[None], places[None]))
-        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if model.shared is not None:
+            buckets = torch.tensor([[bucket(int(key - row)) for key in places] for row in places])
+            scores = scores + model.shared.biases.weight[buckets].permute(2, 0, 1)
+        scores = scores.masked_fill(~allowed, -torch.inf)
         h = h + block.attention.projection((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
         h = h + block.feed_forward(block.feed_forward_norm(h)).rows
     queries = [rows.index(("query", number)) for number in range(int(order.max()))]
@@ -145,7 +158,7 @@ def test_spans_are_predicted_in_any_order_and_their_tokens_from_left_to_right() 
 
 @both
 @pytest.mark.parametrize(
-    "changes", [{}, {"rotary": {"base": 100}, "embedding": {"type": "tokens"}}], ids=["", "rotary"]
+    "changes", [{}, {"rotary": {"base": 100}, "embedding": {"type": "tokens"}}, BIAS], ids=["", "rotary", "bias"]
 )
 def test_nats_and_gradients_are_those_of_the_definition(objective: dict[str, Any], changes: dict[str, Any]) -> None:
     model, (tokens, extra) = network(objective, **changes), contexts(objective)
@@ -216,17 +229,17 @@ def test_every_backend_and_precision_agrees(
 
 
 @both
-@pytest.mark.parametrize("changes", [{"dropout": 0.3}, {"reversible": True}], ids=["recomputed", "reversible"])
+@pytest.mark.parametrize("changes", [{"dropout": 0.3, **BIAS}, {"reversible": True}], ids=["recomputed", "reversible"])
 def test_recomputed_gradients_have_the_same_bits(objective: dict[str, Any], changes: dict[str, Any]) -> None:
     model, (tokens, extra) = network(objective, **changes).train(), contexts(objective)
-    ways: list[Any] = [lambda block, rows, context: block(rows, context)]
+    ways: list[Any] = [lambda block, *inputs: block(*inputs), partial(checkpoint, use_reentrant=True)]
     ways.append(None if model.config.reversible else partial(checkpoint, use_reentrant=False))
     results = []
     for way in ways:
         torch.manual_seed(2)
         model.activation_checkpoint = way
         results.append(gradients(model, model(tokens, return_nats=True, **extra)))
-    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
+    assert all(torch.equal(plain, other) for plain, *others in zip(*results, strict=True) for other in others)
 
 
 @both
