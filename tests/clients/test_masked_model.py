@@ -33,6 +33,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "attention": {"type": "linformer", "rows": 5, "share": "nothing", "key_value_heads": 2},
         "objective": {"type": "masked", "mask": "zero"},
     },
+    "mixtures of all layers": {"attention": {"type": "linformer", "rows": 5, "share": "layers"}},
+    "biases of all layers": {"attention": {"type": "dense", "causal": False}, "relative_bias": {}},
     "every pair": {"attention": {"type": "dense", "causal": False}, "rotary": {}},
     "reversible": {"reversible": True},
     "experts": {"feed_forward": {"type": "experts", "count": 3}},

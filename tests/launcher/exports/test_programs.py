@@ -51,6 +51,8 @@ def test_program_has_the_models_logits_at_every_length(tmp_path: Path) -> None:
     "changes",
     [
         {"attention": {"type": "linformer", "rows": 8}},
+        {"attention": {"type": "linformer", "rows": 8, "share": "layers"}},
+        {"attention": {"type": "dense", "causal": False}, "relative_bias": {}},
         {"attention": {"type": "linformer", "rows": 5, "share": "nothing", "key_value_heads": 2}, "reversible": True},
         {
             "attention": [
@@ -59,7 +61,7 @@ def test_program_has_the_models_logits_at_every_length(tmp_path: Path) -> None:
             ]
         },
     ],
-    ids=["mixtures", "mixtures of each head", "patterns"],
+    ids=["mixtures", "mixtures of all layers", "biases", "mixtures of each head", "patterns"],
 )
 def test_program_of_a_masked_model_has_its_logits_in_place(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = export(tmp_path / "model", {"layers": 2, "objective": {"type": "masked"}, **changes})
