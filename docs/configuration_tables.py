@@ -21,6 +21,7 @@ NOTES = {  # appended to a description
     "model.attention": "[systems](systems.md)",
     "model.vocabulary": "[palettes](data/images.md#use-a-palette)",
     "model.rotary": '`{"base": 10000}`',
+    "model.relative_bias": "`{}`: MPNet's",
     "model.reversible": "[systems](systems.md#attention-by-hashing-in-reversible-blocks-reformer)",
     "model.ngrams": "[n-grams](#modelngrams)",
     "model.feed_forward": "[experts](systems.md#mixture-of-experts)",

@@ -129,8 +129,7 @@ class NetworkConfig(StrictModel):
     )
     relative_bias: RelativePositions | None = Field(
         default=None,
-        description="learned biases of scores by distance, of all layers; only with two-sided dense attention; "
-        "null: none",
+        description="biases of scores by distance, the same in all layers, of two-sided dense attention; null: none",
     )
     query_key_norm: bool = Field(
         default=False,

@@ -57,5 +57,5 @@ def test_attention_is_that_of_the_package(share: str, key_value_heads: int, leng
     assert_rounded(actual, expected)
     tensors = x, *ours.parameters()
     gradients = [torch.autograd.grad((rows * slopes).sum(), tensors) for rows in (actual, expected)]
-    for found, wanted in zip(*gradients, strict=True):
-        assert wanted.any() and (found - wanted).abs().max() <= 1e-11 * wanted.abs().max()
+    for result, reference in zip(*gradients, strict=True):
+        assert reference.any() and (result - reference).abs().max() <= 1e-11 * reference.abs().max()

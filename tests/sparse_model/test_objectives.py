@@ -124,6 +124,8 @@ def test_rows_read_both_sides_but_no_target_and_no_padding(name: str) -> None:
     [
         ({"attention": {"type": "dense"}}, "attention: dense reads no later positions, and objective masked needs"),
         ({"attention": {"type": "moba", "block": 4, "top": 2}}, "attention: moba reads no later positions"),
+        ({"attention": {"type": "lsh", "buckets": 4, "chunk": 5}}, "attention: lsh reads no later positions, and obj"),
+        ({"attention": {"type": "routing", "clusters": 4, "window": 5}}, "attention: routing reads no later positions"),
         (
             {
                 "objective": {"type": "autoregressive"},

@@ -17,6 +17,7 @@ from longstride.launcher.planning.costs import dense_pairs, parameter_parts, sta
 from longstride.launcher.planning.plan import run_length
 from longstride.launcher.planning.rehearsal import activations
 from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model.network import OutputConfig
 
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
 RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small", "pictures_miniature")  # docs/recipes.md
@@ -168,6 +169,15 @@ def test_image_gpt_has_the_published_size() -> None:
     config = preset("image_gpt_small")
     assert sum(parameter_parts(config.model).values()) == 76_682_240
     assert (config.train.global_batch, config.train.betas, config.train.steps) == (128, (0.9, 0.95), 1_000_000)
+
+
+def test_mpnet_has_the_published_size() -> None:
+    """Count MPNet base without a pooler. Its table of 30,527 rows has one for masks, as ours has."""
+    model = preset("mpnet_bytes").model
+    encoder = {"vocabulary": 30_526, "output": OutputConfig(tied=True)}  # without the layer before logits
+    assert SparseTransformer.num_parameters(model.model_copy(update=encoder)) == 108_894_336
+    without_bias = model.model_copy(update={**encoder, "relative_bias": None})
+    assert SparseTransformer.num_parameters(without_bias) == 108_894_336 - 32 * 12
 
 
 def test_layers_take_the_papers_patterns() -> None:
