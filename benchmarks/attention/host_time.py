@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=40, help=f"groups of {CALLS} calls")
     options = parse(parser, arguments, "host-time")
     torch.set_num_threads(1)
-    from longstride.kernels.backends.triton import launch
+    from longstride.kernels.backends import triton as backend
     from tests.harness.dry_card import DryCard
 
     card = DryCard(options.architecture, compiles=False).install()
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         calls = {"forward": forward_of(pattern), "backward": backward_of(pattern)}
         for phase, call in calls.items():
             row[f"{phase}_again_seconds"] = seconds_of(call, options.repeats, card.launched)
-            with mock.patch.object(launch.PLANS, "get", lambda key: None):
+            with mock.patch.object(backend.PLANS, "get", lambda key: None):
                 row[f"{phase}_planned_seconds"] = seconds_of(call, options.repeats, card.launched, calls=1)
         row["decode_seconds"] = seconds_of(decode_of(pattern), options.repeats, card.launched)
         rows.append(row)

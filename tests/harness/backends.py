@@ -45,10 +45,11 @@ def repeats(number: int) -> list[pytest.MarkDecorator]:
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: int | None) -> None:
     """Make the interpreter use these tile edges, and serve closed runs of up to ``closed`` rows at once, or none."""
-    from longstride.kernels.backends.triton import configurations, launch
+    from longstride.kernels.backends import triton as backend
+    from longstride.kernels.backends.triton import configurations
     from longstride.kernels.cache import BoundedCache
 
-    monkeypatch.setattr(launch, "PLANS", BoundedCache())  # those that were made have others
+    monkeypatch.setattr(backend, "PLANS", BoundedCache())  # those that were made have others
     tiles = (configurations.Configuration(*edges, 1, 1),)
     runs = () if closed is None else configurations.squares((closed, 1, 1.0))
     entry = configurations.Candidates(tiles, tiles, tiles, runs, runs)
@@ -57,10 +58,11 @@ def use_tiles(monkeypatch: pytest.MonkeyPatch, edges: tuple[int, int], closed: i
 
 def use_configuration(monkeypatch: pytest.MonkeyPatch, kernel: str, one: Any) -> None:
     """Make one kernel use only this configuration on any device; general kernels serve closed runs as well."""
-    from longstride.kernels.backends.triton import launch, launch_plan
+    from longstride.kernels.backends import triton as backend
+    from longstride.kernels.backends.triton import launch_plan
     from longstride.kernels.cache import BoundedCache
 
-    monkeypatch.setattr(launch, "PLANS", BoundedCache())  # those that were made have another
+    monkeypatch.setattr(backend, "PLANS", BoundedCache())  # those that were made have another
     table = launch_plan.candidates_on
 
     def candidates_on(device: torch.device, asked: Any, *case: Any) -> Any:

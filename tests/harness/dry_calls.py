@@ -18,7 +18,7 @@ import triton
 from torch import Tensor
 
 from longstride.kernels import sparse_attention
-from longstride.kernels.backends.triton import launch
+from longstride.kernels.backends import triton as backend
 from longstride.kernels.cache import BoundedCache
 from longstride.kernels.patterns import Block, Column, Fixed, Local, Pattern, Strided
 from tests.harness.dry_card import DryCard
@@ -92,14 +92,14 @@ def main() -> None:
             counts[f"{name} {batch} {context}"] = len(compiled) - before
     same = {}
     for pattern in (Local(128), Block(128), Strided(128), FIXED, STRIDED, [*STRIDED[:4], FIXED, *STRIDED[5:]]):
-        launch.PLANS = BoundedCache()
+        backend.PLANS = BoundedCache()
         first, second = inputs_of(1, 12288), inputs_of(1, 12288)
         tensors = step(first, pattern)
         mark = len(launched)
         tensors += step(second, pattern)  # by plans of the first: what it held is still held
         again, mark = launched[mark:], len(launched)
-        planned = len(launch.PLANS)
-        launch.PLANS = BoundedCache()
+        planned = len(backend.PLANS)
+        backend.PLANS = BoundedCache()
         tensors += step(second, pattern)
         anew = launched[mark:]
         same[str(pattern)] = planned == 2 and told(again, second) == told(anew, second)

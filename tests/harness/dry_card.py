@@ -42,7 +42,7 @@ class DryCard:
         if not self.compiles:
             self._stand_in_for_compiled_kernels()
         backend.why_not = lambda q, k, v: None
-        launch_plan.PLANS.clear()  # of another card
+        backend.PLANS.clear()  # of another card
         launch_plan.architecture = lambda device: self.architecture
         launch_plan.num_processors = lambda device: PROCESSORS[self.architecture]
         torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc,return-value]

@@ -87,11 +87,12 @@ def test_threads_may_share_a_cache() -> None:
 @WITH_TRITON
 def test_hundreds_of_patterns_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As layers with patterns of their own ask for them in turn, step after step."""
-    from longstride.kernels.backends.triton import decode, launch, packing
+    from longstride.kernels.backends import triton as backend
+    from longstride.kernels.backends.triton import decode, packing
     from longstride.kernels.backends.triton.launch_plan import LaunchPlan
 
     q = torch.empty(1, 1, 4_096, 16)
-    monkeypatch.setattr(launch, "PLANS", BoundedCache())
+    monkeypatch.setattr(backend, "PLANS", BoundedCache())
     monkeypatch.setattr(LaunchPlan, "run", lambda plan, inputs: (None,) * len(plan.results))
     planned: list[object] = []
     for module in (packing, decode):
@@ -101,8 +102,8 @@ def test_hundreds_of_patterns_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
     def cycle() -> int:
         planned.clear()
         for window in range(1_001, 1_401):
-            launch.forward(q, q, q, (Local(window),), 1.0)
-            launch.backward(Saved(q, q, q, q, q, q[..., 0], None), (Local(window),), 1.0)
+            backend.forward(q, q, q, (Local(window),), 1.0)
+            backend.backward(Saved(q, q, q, q, q, q[..., 0], None), (Local(window),), 1.0)
             decode.plan_layout((Local(window),), 4_096, 256, torch.device("cpu"))
             assert plan.num_pairs(Local(window), 4_096) > 0
         return len(planned)

@@ -342,11 +342,11 @@ def test_the_host_does_not_read_a_position_on_the_device(monkeypatch: pytest.Mon
     """So that a captured launch serves other positions; those beyond the context are brought into it."""
     q, k, v = (x.to(DEVICES["triton"]) for x in make_inputs(Shape(1, 2, 40, 16, 16), torch.float32)[:3])
     wanted = {at: attend_one(q[:, :, 5], k, v, Strided(8), at, backend="triton") for at in (0, 7, 21, 39)}
-    from longstride.kernels.backends.triton.launch_plan import LaunchPlan
+    from longstride.kernels.backends.triton.launch_plan import Launch
 
     launches: list[Any] = []
-    launch = LaunchPlan._launch
-    monkeypatch.setattr(LaunchPlan, "_launch", lambda *given: launches.append(given))
+    launch = Launch.run
+    monkeypatch.setattr(Launch, "run", lambda *given: launches.append(given))
     position = torch.tensor(7, device=k.device)
     out = CachedAttention(k, v, Strided(8), backend="triton")(q[:, :, 5], position)
     for value, at in ((7, 7), (21, 21), (99, 39), (-3, 0)):

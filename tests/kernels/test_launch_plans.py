@@ -42,7 +42,7 @@ def inputs_of(seed: int, dtype: torch.dtype = torch.float16) -> list[Tensor]:
 
 def calls(heads: tuple[Pattern, ...], given: list[Tensor], scale: float, *, with_grad_lse: bool) -> list[Tensor]:
     """Output, logsumexp and gradients, by the two functions that keep plans."""
-    from longstride.kernels.backends.triton.launch import backward, forward
+    from longstride.kernels.backends.triton import backward, forward
 
     q, k, v, grad_out, grad_lse = given
     out, lse = forward(q, k, v, heads, scale)
@@ -52,16 +52,16 @@ def calls(heads: tuple[Pattern, ...], given: list[Tensor], scale: float, *, with
 
 def num_plans() -> int:
     """How many were made so far."""
-    from longstride.kernels.backends.triton import launch
+    from longstride.kernels.backends import triton as backend
 
-    return len(launch.PLANS)
+    return len(backend.PLANS)
 
 
 @pytest.mark.parametrize("heads, with_grad_lse", [(heads, i % 2 == 0) for i, heads in enumerate(HEADS)], ids=str)
 def test_a_plan_gives_other_inputs_the_bits_of_their_own(
     heads: tuple[Pattern, ...], with_grad_lse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from longstride.kernels.backends.triton import launch
+    from longstride.kernels.backends import triton as backend
 
     use_tiles(monkeypatch, (16, 16), closed=16)
     first, second = inputs_of(0), inputs_of(1)
@@ -70,20 +70,20 @@ def test_a_plan_gives_other_inputs_the_bits_of_their_own(
     assert num_plans() == 2
     again = calls(heads, second, SCALE, with_grad_lse=with_grad_lse)
     assert num_plans() == 2
-    monkeypatch.setattr(launch, "PLANS", BoundedCache())
+    monkeypatch.setattr(backend, "PLANS", BoundedCache())
     for found, wanted in zip(again, calls(heads, second, SCALE, with_grad_lse=with_grad_lse), strict=True):
         assert torch.equal(found, wanted) and found.stride() == wanted.stride()
 
 
 def test_a_call_with_shared_keys_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longstride.kernels.backends.triton import launch
+    from longstride.kernels.backends import triton as backend
 
     q, k, v, *gradients = inputs_of(0)
     given = [q, k[:, :1], v[:, :1], *gradients]
     calls(HEADS[0], inputs_of(1)[:1] + given[1:], SCALE, with_grad_lse=True)
     assert num_plans() == 2
     again = calls(HEADS[0], given, SCALE, with_grad_lse=True)
-    monkeypatch.setattr(launch, "PLANS", BoundedCache())
+    monkeypatch.setattr(backend, "PLANS", BoundedCache())
     for found, wanted in zip(again, calls(HEADS[0], given, SCALE, with_grad_lse=True), strict=True):
         assert torch.equal(found, wanted)
 
@@ -100,7 +100,7 @@ def test_copies_that_kernels_read_are_made_in_each_call(scale: float, dtype: tor
 
 
 def test_calls_that_look_different_have_plans_of_their_own() -> None:
-    from longstride.kernels.backends.triton.launch import forward
+    from longstride.kernels.backends.triton import forward
 
     q, k, v = inputs_of(0)[:3]
     wide = torch.empty(*q.shape[:-1], 17, dtype=q.dtype, device=q.device)

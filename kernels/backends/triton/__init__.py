@@ -1,25 +1,34 @@
 """Block-sparse attention in Triton: one family of kernels over plans, independent of patterns.
 
-``packing`` packs the plans of all heads into a table of integers, and ``selected`` packs selections. ``configurations``
-chooses tiles, and ``tile`` has the functions that kernels share. The kernels are in ``forward_kernel``,
-``backward_kernel``, ``closed_kernel`` and ``sums_kernel``. ``launch`` plans their launches (``launch_plan``).
-``decode`` computes one query at a time. Only a call that can run imports triton.
+A call is planned once for all inputs of one signature. ``packing`` packs the plans of all heads into a table of
+integers, and ``selected`` packs selections. ``configurations`` chooses tiles, and ``tile`` has the functions that
+kernels share. The kernels are in ``forward_kernel``, ``backward_kernel``, ``closed_kernel`` and ``sums_kernel``.
+``launch`` plans their launches (``launch_plan``). ``decode`` computes one query at a time. Only a call that can run
+imports triton.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from longstride.kernels.backends import Saved
+from longstride.kernels.cache import BoundedCache
 from longstride.kernels.patterns import Pattern
+from longstride.kernels.selections import Selection
+
+if TYPE_CHECKING:  # it imports triton
+    from longstride.kernels.backends.triton.launch_plan import LaunchPlan
 
 WIDEST = 256  # largest head width
 OLDEST_CAPABILITY = (8, 0)
+ALIGNMENT = 16  # bytes; triton compiles another kernel for addresses that are not multiples of it
+
+PLANS: BoundedCache[LaunchPlan] = BoundedCache()
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -55,19 +64,61 @@ def visited_pairs(q: Tensor, pattern: Pattern) -> int:
     return sum(choice.pairs for choice in Planner((q, q, q), (pattern,)).choices("forward", "all"))
 
 
-def _launcher(name: str) -> Callable[..., Any]:
-    """Return a function of ``launch``, which imports triton at its first call."""
+def signature(inputs: Sequence[Tensor | int | None]) -> tuple[object, ...]:
+    """Return what a plan depends on besides patterns, scale and device."""
+    entries = [
+        (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) if isinstance(t, Tensor) else type(t)
+        for t in inputs
+    ]
+    return tuple(entries)
 
-    def run(*arguments: Any) -> Any:
+
+def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """Return output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` has one per head."""
+    inputs = q, k, v
+    out, lse = _plan("forward", inputs, patterns, scale).run(inputs)
+    return out, lse
+
+
+def backward(saved: Saved, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, with the same bits on every run."""
+    dq, dk, dv = _plan("backward", saved, patterns, scale).run(saved)
+    return dq, dk, dv
+
+
+def _plan(
+    phase: Literal["forward", "backward"], inputs: Sequence[Tensor | None], patterns: tuple[Pattern, ...], scale: float
+) -> LaunchPlan:
+    """Return the plan of a call over patterns, made at the first call of its signature."""
+    assert inputs[0] is not None
+    key = (phase, patterns, scale, inputs[0].device, signature(inputs))
+    plan = PLANS.get(key)
+    if plan is None:
         from longstride.kernels.backends.triton import launch
 
-        return getattr(launch, name)(*arguments)
+        planner = launch.Planner(inputs, patterns)
+        plan = launch.plan_forward(planner, scale) if phase == "forward" else launch.plan_backward(planner, scale)
+        PLANS.put(key, plan)
+    return plan
 
-    return run
+
+def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
+    """Return output and logsumexp for a selection. Its plan is not cached."""
+    from longstride.kernels.backends.triton.launch import plan_forward
+    from longstride.kernels.backends.triton.selected import SelectedPlanner
+
+    inputs = q, k, v
+    out, lse = plan_forward(SelectedPlanner(inputs, selection), scale).run(inputs)
+    return out, lse
 
 
-forward, backward = _launcher("forward"), _launcher("backward")
-selected_forward, selected_backward = _launcher("selected_forward"), _launcher("selected_backward")
+def selected_backward(saved: Saved, selection: Selection, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients for a selection."""
+    from longstride.kernels.backends.triton.launch import plan_backward
+    from longstride.kernels.backends.triton.selected import SelectedPlanner
+
+    dq, dk, dv = plan_backward(SelectedPlanner(saved, selection), scale).run(saved)
+    return dq, dk, dv
 
 
 def prepare(
@@ -76,9 +127,23 @@ def prepare(
     """Return a function of (q, position, return_lse) that attends from single queries to these caches.
 
     Every call gives the same bits and computes the logsumexp. A position may be a tensor on the device (``decoding``).
-    The tables of the patterns live as long as the function.
+    Nothing on the host depends on it, so a captured launch can be replayed with other values of the tensor. The tables
+    of the patterns live as long as the function.
     """
     from longstride.kernels.backends.triton import decode
 
     layout = decode.plan_layout(patterns, k.shape[2], decode.KEYS_A_SPLIT, k.device)
-    return partial(decode.attend_one, k, v, patterns, scale, layout, {})
+    plans: dict[object, LaunchPlan] = {}
+
+    def attend_one(q: Tensor, position: int | Tensor, return_lse: bool) -> tuple[Tensor, Tensor]:
+        """Return output (B, H, Dv) in v's dtype and logsumexp (B, H) of one query, q (B, H, D)."""
+        inputs = q, k, v, position
+        key = signature(inputs)
+        plan = plans.get(key)
+        if plan is None:
+            planner = decode.Planner(inputs, patterns)
+            plan = plans[key] = decode.plan_one(planner, layout, scale, isinstance(position, Tensor))
+        out, lse = plan.run(inputs)
+        return out, lse
+
+    return attend_one

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longstride.kernels.backends.triton.launch_plan import LaunchPlan, Planner, signature
+from longstride.kernels.backends.triton.launch_plan import LaunchPlan, Planner
 from longstride.kernels.backends.triton.packing import (
     FIELDS,
     Form,
@@ -62,31 +62,6 @@ class Layout:
     columns: tuple[Form, ...]
     bounds: tuple[Form, ...]
     splits: int  # programs per head, a power of two
-
-
-def attend_one(
-    k: Tensor,
-    v: Tensor,
-    patterns: tuple[Pattern, ...],
-    scale: float,
-    layout: Layout,
-    plans: dict[object, LaunchPlan],
-    q: Tensor,
-    position: int | Tensor,
-    return_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return output (B, H, Dv) in v's dtype and logsumexp (B, H); ``patterns`` has one per head.
-
-    Nothing on the host depends on the position, so a captured launch can be replayed with other values of its tensor.
-    ``plans`` has the plans so far for these caches, by signature of the inputs.
-    """
-    inputs = q, k, v, position
-    key = signature(inputs)
-    plan = plans.get(key)
-    if plan is None:
-        plan = plans[key] = plan_one(Planner(inputs, patterns), layout, scale, isinstance(position, Tensor))
-    out, lse = plan.run(inputs)
-    return out, lse
 
 
 def plan_one(planner: Planner, layout: Layout, scale: float, stored: bool) -> LaunchPlan:

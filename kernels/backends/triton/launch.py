@@ -12,24 +12,13 @@ import numpy as np
 import triton
 from torch import Tensor
 
-from longstride.kernels.backends import Saved
 from longstride.kernels.backends.triton.backward_kernel import delta_kernel, dkdv_kernel, dq_kernel
 from longstride.kernels.backends.triton.closed_kernel import closed_forward_kernel, closed_kernel
-from longstride.kernels.backends.triton.configurations import Choice, closed_choice
+from longstride.kernels.backends.triton.configurations import Choice
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
-from longstride.kernels.backends.triton.launch_plan import (
-    PLANS,
-    LaunchPlan,
-    Planner,
-    Slot,
-    batch_stride,
-    signature,
-)
+from longstride.kernels.backends.triton.launch_plan import LaunchPlan, Planner, Slot, batch_stride
 from longstride.kernels.backends.triton.packing import Form, Parts, groups
-from longstride.kernels.backends.triton.selected import SelectedPlanner
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
-from longstride.kernels.patterns import Pattern
-from longstride.kernels.selections import Selection
 
 BLOCK_ROWS = 64  # rows per program of the kernels of delta, gather and groups
 
@@ -37,25 +26,6 @@ BLOCK_ROWS = 64  # rows per program of the kernels of delta, gather and groups
 def positive_scale(scale: float) -> tuple[float, float]:
     """Return a factor of q and a positive scale with the same scores, as kernels take the maximum before scaling."""
     return (float(np.sign(scale)), abs(scale)) if scale else (0.0, 1.0)
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """Return output (B, H, N, Dv) in v's dtype and logsumexp (B, H, N); ``patterns`` has one per head."""
-    inputs = q, k, v
-    key = ("forward", patterns, scale, q.device, signature(inputs))
-    plan = PLANS.get(key)
-    if plan is None:
-        plan = plan_forward(Planner(inputs, patterns), scale)
-        PLANS.put(key, plan)
-    out, lse = plan.run(inputs)
-    return out, lse
-
-
-def selected_forward(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output and logsumexp for a selection. Its plan is not cached."""
-    inputs = q, k, v
-    out, lse = plan_forward(SelectedPlanner(inputs, selection), scale).run(inputs)
-    return out, lse
 
 
 def plan_forward(planner: Planner, scale: float) -> LaunchPlan:
@@ -109,26 +79,9 @@ class Sums(NamedTuple):
         return self.workspace.shape[2], self.table.shape[-2]
 
 
-def backward(saved: Saved, patterns: tuple[Pattern, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, with the same bits on every run."""
-    key = ("backward", patterns, scale, saved.q.device, signature(saved))
-    plan = PLANS.get(key)
-    if plan is None:
-        planner = Planner(saved, patterns)
-        plan = plan_backward(planner, scale, closed_choice(planner.candidates("closed"), patterns, planner.context))
-        PLANS.put(key, plan)
-    dq, dk, dv = plan.run(saved)
-    return dq, dk, dv
-
-
-def selected_backward(saved: Saved, selection: Selection, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients for a selection."""
-    dq, dk, dv = plan_backward(SelectedPlanner(saved, selection), scale).run(saved)
-    return dq, dk, dv
-
-
-def plan_backward(planner: Planner, scale: float, closed: Choice | None = None) -> LaunchPlan:
-    """Plan passes over keys, then over queries; with ``closed``, a pass over closed runs after those of other parts."""
+def plan_backward(planner: Planner, scale: float) -> LaunchPlan:
+    """Plan passes over keys, then over queries. If all heads have closed runs, one pass over these ends them."""
+    closed = planner.closed_choice()
     factor, scale = positive_scale(scale)
     q, k, v, out, grad_out, lse, grad_lse = planner.inputs
     q, (k, v, out, grad_out, lse) = planner.readable(q, factor), map(planner.readable, (k, v, out, grad_out, lse))

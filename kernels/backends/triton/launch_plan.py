@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,17 +30,16 @@ from longstride.kernels.backends.triton.configurations import (
     Kernel,
     candidates,
     choose,
+    closed_choice,
     slices_of,
 )
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.packing import Form, Parts, Pass, groups, pack, sources
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
-from longstride.kernels.cache import BoundedCache
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side
 
 INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)  # decided when triton was imported
-ALIGNMENT = 16  # bytes; triton compiles another kernel for addresses that are not multiples of it
 
 Inputs = Sequence[Tensor | int | None]  # q, k and v first
 
@@ -108,38 +108,30 @@ class LaunchPlan(NamedTuple):
         for number, source, factor in self.copies:
             copy = values[number].copy_(values[source])
             values[number] = copy if factor == 1 else copy.mul_(factor)
+        scope, stream = nullcontext(), None
         if INTERPRETED:
-            with np.errstate(all="ignore"), warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, raised by the interpreter
-                self._launch(values, None)
+            scope = without_warnings()
         else:
             driver = triton.runtime.driver.active
             current, index = driver.get_current_device(), self.device.index
-            if index in (None, current):
-                self._launch(values, driver.get_current_stream(current))
-            else:
-                with torch.cuda.device(self.device):
-                    self._launch(values, driver.get_current_stream(index))
+            if index not in (None, current):
+                current, scope = index, torch.cuda.device(self.device)
+            stream = driver.get_current_stream(current)
+        with scope:
+            for launch in self.launches:
+                launch.run(values, stream)
         for number, dtype, factor in self.casts:
             result = values[number]
             values[number] = (result if factor == 1 else result * factor).to(dtype)
         return tuple([values[number] for number in self.results])
 
-    def _launch(self, values: list[Any], stream: int | None) -> None:
-        for launch in self.launches:
-            launch.run(values, stream)
 
-
-PLANS: BoundedCache[LaunchPlan] = BoundedCache()
-
-
-def signature(inputs: Inputs) -> tuple[object, ...]:
-    """Return what a plan depends on besides patterns, scale and device."""
-    entries = [
-        (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) if isinstance(t, Tensor) else type(t)
-        for t in inputs
-    ]
-    return tuple(entries)
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Ignore numpy's errors and warnings, which the interpreter causes."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 class Planner:
@@ -271,6 +263,10 @@ class Planner:
         rows: Side = "keys" if kernel == "dkdv" else "queries"
         of_runs = self.candidates("closed_forward") if kernel == "forward" else ()
         return choose(self.candidates(kernel), self.patterns, self.context, rows, parts, of_runs)
+
+    def closed_choice(self) -> Choice | None:
+        """Return the choice for closed runs in the backward pass; None if a head has none or none fits."""
+        return closed_choice(self.candidates("closed"), self.patterns, self.context)
 
     def pack(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
         """Return a pass on this device."""

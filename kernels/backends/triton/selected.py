@@ -16,13 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends.triton.configurations import (
-    Choice,
-    Kernel,
-    choose_by_span,
-    num_slices,
-    pipelined,
-)
+from longstride.kernels.backends.triton.configurations import Choice, Kernel, choose_by_span, num_slices, pipelined
 from longstride.kernels.backends.triton.launch_plan import Inputs, Planner, num_processors
 from longstride.kernels.backends.triton.packing import (
     FIELDS,
@@ -141,6 +135,9 @@ class SelectedPlanner(Planner):
                 choice = choice._replace(configuration=pipelined(choice.configuration))
             choices.append(choice)
         return tuple(choices)
+
+    def closed_choice(self) -> None:
+        """Return None, as runs of a selection are not known on the host."""
 
     def pack(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
         """Return a pass on this device."""

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from longstride.kernels.backends.triton.launch_plan import PLANS, Planner
+from longstride.kernels.backends.triton import PLANS
+from longstride.kernels.backends.triton.launch_plan import Planner
 from longstride.launcher.engine import device as device_module
 from longstride.launcher.engine.device import compile_kernels, run_parts
 from longstride.launcher.ranks import LoneDivision
