@@ -75,20 +75,10 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
     from longstride.data_pipelines.modalities import MODALITIES
 
     add = parser.add_argument
-    add(
-        "places",
-        type=place,
-        nargs="+",
-        metavar="DIR|URL|TAR",
-        help="tars: folders that hold them, their names, or patterns",
-    )
-    add(
-        "--output",
-        type=place,
-        required=True,
-        metavar="DIR",
-        help="write manifest and indexes here; may be the tars' own folder",
-    )
+    tars = "tars: folders that hold them, their names, or patterns"
+    add("places", type=place, nargs="+", metavar="DIR|URL|TAR", help=tars)
+    folder = "write manifest and indexes here; may be the tars' own folder"
+    add("--output", type=place, required=True, metavar="DIR", help=folder)
     kind = "what kind of samples the members are (default: text)"
     add("--modality", choices=sorted(MODALITIES), default="text", help=kind)
     members = "take members with this ending as the content of samples (default: the modality's own)"

@@ -74,20 +74,16 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
     "longstride show pattern enwik8_fixed --query 5000 --html pattern.html",
 )
 def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     source = "a run's JSON file, the name of one of ds_configs/experiments such as demo, or a run's folder"
-    parser.add_argument("source", type=path, metavar="CONFIG|RUN", help=source)
-    parser.add_argument("--output", type=path, metavar="FILE.png", help="picture to make")
-    parser.add_argument(
-        "--html", type=path, metavar="FILE.html", help="page to make, which shows what each query reads (one file)"
-    )
+    add("source", type=path, metavar="CONFIG|RUN", help=source)
+    add("--output", type=path, metavar="FILE.png", help="picture to make")
+    page = "page to make, which shows what each query reads (one file)"
+    add("--html", type=path, metavar="FILE.html", help=page)
     query = "position whose view is shown, from 0 (default: one below the middle)"
-    parser.add_argument("--query", type=int, metavar="P", help=query)
-    parser.add_argument(
-        "--text",
-        type=path,
-        metavar="FILE",
-        help="draw what heads that choose their keys by content read of the first bytes of this file",
-    )
+    add("--query", type=int, metavar="P", help=query)
+    text = "draw what heads that choose their keys by content read of the first bytes of this file"
+    add("--text", type=path, metavar="FILE", help=text)
     add_trust_argument(parser)
 
 
@@ -99,24 +95,20 @@ def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
     "longstride show attention model --text my.txt --query 100 200 --output attention.png",
 )
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     source = "a run's folder, or an exported model's with --data or --text"
-    parser.add_argument("source", type=path, metavar="RUN|MODEL", help=source)
-    parser.add_argument("--output", type=path, required=True, metavar="FILE.png", help="picture to make")
+    add("source", type=path, metavar="RUN|MODEL", help=source)
+    add("--output", type=path, required=True, metavar="FILE.png", help="picture to make")
     queries = "positions whose views are shown, from 0, six at most (default: four for pictures, else a matrix of all)"
-    parser.add_argument("--query", type=int, nargs="+", metavar="P", help=queries)
+    add("--query", type=int, nargs="+", metavar="P", help=queries)
     add_step_argument(parser, "take")
-    parser.add_argument(
-        "--context-number",
-        type=int,
-        metavar="K",
-        help="context of the validation split that is read, from 0 (default: 0)",
-    )
-    parser.add_argument(
-        "--data", type=place, metavar="DIR|URL", help="data folder whose validation split is read (default: the run's)"
-    )
-    parser.add_argument("--text", type=path, metavar="FILE", help="file whose first bytes are read, in place of data")
+    number = "context of the validation split that is read, from 0 (default: 0)"
+    add("--context-number", type=int, metavar="K", help=number)
+    data = "data folder whose validation split is read (default: the run's)"
+    add("--data", type=place, metavar="DIR|URL", help=data)
+    add("--text", type=path, metavar="FILE", help="file whose first bytes are read, in place of data")
     add_weights_argument(parser)
-    parser.add_argument("--head", type=int, metavar="H", help="one head, from 0 (default: the mean of all)")
+    add("--head", type=int, metavar="H", help="one head, from 0 (default: the mean of all)")
     add_trust_argument(parser)
 
 

@@ -72,13 +72,9 @@ def add_config_argument(parser: argparse.ArgumentParser, name: str) -> None:
 
 def add_override_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare overrides of a run's configuration, which follow all options."""
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],  # otherwise argparse lists it as missing
-        metavar="path.to.key=value",
-        help="changes to the configuration, each value as JSON, such as train.steps=100",
-    )
+    changes = "changes to the configuration, each value as JSON, such as train.steps=100"
+    # Without a default argparse lists it as missing.
+    parser.add_argument("overrides", nargs="*", default=[], metavar="path.to.key=value", help=changes)
 
 
 def add_trust_argument(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +91,9 @@ def add_code_argument(parser: argparse.ArgumentParser) -> None:
 
 def step_named(text: str) -> int | str:
     """Parse an option that names a checkpoint: the number of its step, or best."""
-    if text != "best" and not _NUMBER.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
-    return text if text == "best" else int(text)
+    if text == "best" or _NUMBER.fullmatch(text):
+        return text if text == "best" else int(text)
+    raise argparse.ArgumentTypeError(f"{text}: must be the number of a step, or best")
 
 
 def add_step_argument(parser: argparse.ArgumentParser, use: str = "read") -> None:
@@ -108,12 +104,8 @@ def add_step_argument(parser: argparse.ArgumentParser, use: str = "read") -> Non
 
 def add_weights_argument(parser: argparse.ArgumentParser) -> None:
     """Declare `--weights`, which chooses between the trained weights and their moving average."""
-    parser.add_argument(
-        "--weights",
-        choices=WEIGHTS,
-        default="trained",
-        help="take the weights as they were trained, or their moving average of train.ema_decay (default: trained)",
-    )
+    which = "take the weights as they were trained, or their moving average of train.ema_decay (default: trained)"
+    parser.add_argument("--weights", choices=WEIGHTS, default="trained", help=which)
 
 
 def add_device_argument(parser: argparse.ArgumentParser, work: str, default: str | None = None) -> None:

@@ -44,27 +44,15 @@ def add_from_arguments(parser: argparse.ArgumentParser) -> None:
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that training has in every launcher."""
     add_config_argument(parser, "--config")
-    parser.add_argument(
-        "--resume",
-        default="never",
-        metavar="auto|best|never|STEP",
-        help="continue from the newest checkpoint if there is one, from the one with the lowest validation loss, "
-        "never, or from that of a step (default: never)",
-    )
+    start = "continue from the newest checkpoint if there is one, from the one with the lowest validation loss, "
+    start += "never, or from that of a step (default: never)"
+    parser.add_argument("--resume", default="never", metavar="auto|best|never|STEP", help=start)
     add_from_arguments(parser)
     add_trust_argument(parser)
-    parser.add_argument(
-        "--replay",
-        default=None,
-        metavar="STEP",
-        help="repeat a step of the run with its batch, print the result, and write nothing",
-    )
-    parser.add_argument(
-        "--profile",
-        default=None,
-        metavar="N",
-        help="record N steps: a table, and in the run folder a trace (profile/trace.json) and the seconds of each part",
-    )
+    again = "repeat a step of the run with its batch, print the result, and write nothing"
+    parser.add_argument("--replay", metavar="STEP", help=again)
+    parts = "record N steps: a table, and in the run folder a trace (profile/trace.json) and the seconds of each part"
+    parser.add_argument("--profile", metavar="N", help=parts)
     add_override_arguments(parser)
 
 
@@ -138,19 +126,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("config", type=place, nargs="?", metavar="CONFIG", help="also check what this run needs on this machine")
-    add(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="check for so many processes on this machine (default: one for each GPU, or 1)",
-    )
+    many = "check for so many processes on this machine (default: one for each GPU, or 1)"
+    add("--processes", type=int, metavar="N", help=many)
     add("--hostfile", type=path, metavar="FILE", help="check the hosts of this file too, lines such as `node1 slots=4`")
-    add(
-        "--launcher",
-        choices=LAUNCHERS,
-        default=LAUNCHERS[0],
-        help="check that this launcher is installed, for the hosts (default: pdsh)",
-    )
+    program = "check that this launcher is installed, for the hosts (default: pdsh)"
+    add("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0], help=program)
     add("--json", action="store_true", help="print one JSON object in place of lines")
     add_override_arguments(parser)
 
@@ -177,13 +157,7 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exclude", default="", metavar=SOME_HOSTS, help=exclude)
     meet = "let processes meet at this address of the first host (default: found by asking the host)"
     add("--master-addr", default=None, metavar="ADDRESS", help=meet)
-    add(
-        "--master-port",
-        type=int,
-        default=None,
-        metavar="PORT",
-        help="let processes meet at this port (default: a free one)",
-    )
+    add("--master-port", type=int, metavar="PORT", help="let processes meet at this port (default: a free one)")
     words = "give pdsh, mpirun or srun these options too; one text after =, such as --launcher-args='-v'"
     add("--launcher-args", default="", metavar="WORDS", help=words)
     tried = "print the plan, and take the first step of one process on this machine; start and write nothing"

@@ -83,13 +83,8 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=None, metavar="K", help="sample among the K likeliest bytes (default: all)")
     nucleus = "sample among the fewest bytes that together have probability P (default: all)"
     add("--top-p", type=float, default=None, metavar="P", help=nucleus)
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="draw by this seed: the same one gives the same samples (default: 0)",
-    )
+    seed = "draw by this seed: the same one gives the same samples (default: 0)"
+    add("--seed", type=int, default=0, metavar="N", help=seed)
     add("--modality", choices=sorted(MODALITIES), help="write the bytes as this modality (default: the model's)")
     add("--rate", type=int, metavar="HZ", help="give sounds this rate, in samples a second (default: the model's)")
     into = "write samples into this file: .png for pictures, .wav for sounds, any for text (default: text is printed)"
