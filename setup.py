@@ -39,6 +39,7 @@ setup(
         "longstride.ds_configs": ["*.json", "experiments/*.json"],
         "longstride.launcher.cluster": ["sbatch.sh"],
         "longstride.launcher.drawing": ["pattern.html", "pattern.css", "pattern.js"],
+        "longstride.launcher.exports": ["model_card.jinja"],
         "longstride.launcher.reporting": ["report.html", "report.css", "report.js"],
         "longstride.launcher.verbs": ["keys.json"],
         "longstride.launcher.serving": ["serve.*"],

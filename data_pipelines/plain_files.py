@@ -38,10 +38,6 @@ class JSONError(ValueError):
         self.line, self.column = line, column
 
 
-class RepeatedKeyError(JSONError):
-    """A key occurs twice in one object."""
-
-
 def expand_path(text: str) -> str:
     """Replace a leading ``~`` or ``~name`` of a path by the home folder; a URL and ``./~`` stay unchanged.
 
@@ -140,7 +136,7 @@ def parse_json(text: str | bytes, *, keys_once: bool = False) -> Any:
 
     Raises:
         JSONError: the text breaks one of these rules, or is not JSON; then ``line`` and ``column`` are set.
-        RepeatedKeyError: a key is repeated and ``keys_once`` is set.
+            Also for a repeated key, if ``keys_once`` is set.
     """
     if isinstance(text, bytes):
         try:
@@ -195,9 +191,11 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        raise RepeatedKeyError("a key occurs twice in one object")
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise JSONError(f'key "{key[:80]}" occurs twice in one object')
+        content[key] = value
     return content
 
 

@@ -169,11 +169,7 @@ def _help(words: list[str]) -> int:
 
 
 def print_schema(arguments: argparse.Namespace) -> int:
-    """Run `longstride config schema`: print or write the JSON schema of a run's configuration.
-
-    Raises:
-        ConfigError: the file exists already, or cannot be written.
-    """
+    """Run `longstride config schema`: print or write the JSON schema of a run's configuration."""
     from longstride.launcher.config import RunConfig
     from longstride.launcher.files import check_new, write_new
 
@@ -190,11 +186,7 @@ def print_schema(arguments: argparse.Namespace) -> int:
 def complete(arguments: argparse.Namespace) -> int:
     """Run `longstride completion`: print a script with which a shell completes verbs, options and files.
 
-    The script comes from the parsers of all verbs, so that TAB starts no Python.
-
-    Raises:
-        AgreedError: shtab is not installed.
-    """
+    The script comes from the parsers of all verbs, so that TAB starts no Python."""
     try:
         import shtab
     except ImportError as error:

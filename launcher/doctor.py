@@ -61,11 +61,7 @@ def _judge(subject: str, is_ok: bool, text: str, mend: str, state: State = "brok
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the verb; return 0 if nothing is broken, else 1.
-
-    Raises:
-        ConfigError: the configuration, the hostfile or an option is wrong.
-    """
+    """Run the verb; return 0 if nothing is broken, else 1."""
     examined: Iterable[Finding]
     answer = answer_of_child(["-c", "import torch; print('{}')"])  # a crash in this process would print nothing
     if isinstance(answer, str):

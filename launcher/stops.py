@@ -254,8 +254,12 @@ class LauncherGone:
         self._links = _links_to_launcher() if "RANK" in environment else []
 
     def __call__(self) -> str | None:
-        gone = any(_parent_of(child) != parent for child, parent in self._links)
-        return "the end of its launcher" if gone else None
+        for child, parent in self._links:
+            with suppress(psutil.Error):
+                if psutil.Process(child).ppid() == parent:
+                    continue
+            return "the end of its launcher"
+        return None
 
 
 def _links_to_launcher() -> list[tuple[int, int]]:
@@ -276,16 +280,8 @@ def _links_to_launcher() -> list[tuple[int, int]]:
     return links[:2]
 
 
-def _parent_of(pid: int) -> int | None:
-    try:
-        return psutil.Process(pid).ppid()
-    except psutil.Error:
-        return None
-
-
 def _command_line_holds(process: psutil.Process, words: tuple[str, ...]) -> bool:
-    try:
+    with suppress(psutil.Error):
         line = " ".join(process.cmdline())
-    except psutil.Error:
-        return False
-    return any(word in line for word in words)
+        return any(word in line for word in words)
+    return False

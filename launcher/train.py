@@ -68,31 +68,15 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
     with print_if_slow("importing torch and DeepSpeed"):
         from longstride.launcher import training
         from longstride.launcher.checkpoints import restore
-        from longstride.launcher.data import (
-            RunSetup,
-            TrainingData,
-            WeightSource,
-            check_output,
-            profile_steps,
-            resolve_steps,
-        )
-        from longstride.launcher.engine import build_engine, check_engine, prepare_accelerator
+        from longstride.launcher.data import WeightSource, profile_steps
+        from longstride.launcher.engine import build_engine
 
     source = WeightSource.of(options, options.resume)
-    profiled = profile_steps(options.profile, options.replay)
-    settings = config.train
-    ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=settings.sequence_parallel or 1)
+    profiled, trusted = profile_steps(options.profile, options.replay), options.trust_checkpoint
+    ranks = replace(Ranks.from_environment(os.environ), sequence_parallel=config.train.sequence_parallel or 1)
     config.check_world_size(ranks.world_size)
-    prepare_accelerator(config)
-    check_engine(config, ranks)
-    check_output(settings.output, options.resume, options.replay)  # before the data, which may take a while
-
-    data = TrainingData(config, ranks)
-    training.check_samples(config, data)
-    config = resolve_steps(config, data, ranks)
-    run = RunSetup(
-        config, ranks, data, stop, options.resume, settings.epochs, profiled, options.trust_checkpoint, source
-    )
+    run = training.set_up(config, ranks, options.resume, options.replay)
+    run, config = replace(run, stop=stop, profile_steps=profiled, trusted=trusted, source=source), run.config
     if replays:
         return training.replay_step(run, int(options.replay))
     problem, initial = None, None
@@ -109,7 +93,7 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
             training.compile_step(run)
         stop.listen()
 
-    group = process_group(ranks, settings.timeout_seconds, run.folder, launcher_gone)
+    group = process_group(ranks, config.train.timeout_seconds, run.folder, launcher_gone)
     # `stop.handled` is outside `reporting`: after a rank dies, its launcher sends SIGTERM to the others.
     with group as watchdog, stop.handled(), watchdog.reporting(), run_lock(run.folder, ranks):
         with exit_on_mistake(ranks.barrier):

@@ -52,7 +52,7 @@ ONLY_IN = {
     "tqdm": ["launcher"],
     "tensorboard": ["launcher/training/monitors.py"],
     "transformers": ["launcher/hub"],
-    "jinja2": ["launcher/reporting"],
+    "jinja2": ["launcher/exports", "launcher/reporting"],
     "shtab": ["launcher/cli.py"],
     "lm_eval": ["launcher/generation/lm_eval_model.py", "launcher/generation/likelihood.py"],
     "wandb": ["launcher/training/monitors.py"],

@@ -5,7 +5,7 @@ deepspeed.
 """
 
 from longstride.launcher.checkpoints.checkpoint import Checkpoint, first_undamaged, list_checkpoints, open_checkpoint
-from longstride.launcher.checkpoints.manifest import Score, write_json, write_text
+from longstride.launcher.checkpoints.manifest import Score, write_json
 from longstride.launcher.checkpoints.restoring import load, restore
 from longstride.launcher.checkpoints.saved_state import SavedState, master_weights
 from longstride.launcher.checkpoints.saving import NotSavedError, Saver, error_line, rewind_to

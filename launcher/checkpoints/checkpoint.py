@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,12 +29,7 @@ from longstride.launcher.checkpoints.manifest import (
     read_checkpoint_config,
     read_manifest,
 )
-from longstride.launcher.checkpoints.pickles import (
-    read_pickle,
-    refusal_line,
-    refuse_foreign_content,
-    unsafe_content,
-)
+from longstride.launcher.checkpoints.pickles import read_pickle, refusal_line, refuse_foreign_content, unsafe_content
 from longstride.launcher.checkpoints.probe import PROBE, Probe
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import set_random_states
@@ -129,13 +125,11 @@ class Checkpoint:
         saved = (manifest.world_size, manifest.zero_stage, manifest.precision)
         if saved == (world_size, config.zero_stage, config.precision):
             return f"{self.layout}; continues with {processes}"
-        changes = [f"{processes} in ZeRO {config.zero_stage}"]
-        precision, old_precision = config.precision, manifest.precision
-        if precision != old_precision:
-            changes.append(precision)
-        if precision == "fp16" != old_precision:
-            changes.append("where the loss scale starts over")
-        return f"{self.layout}; converted for {', '.join(changes)}"
+        line = f"{self.layout}; converted for {processes} in ZeRO {config.zero_stage}"
+        if config.precision == manifest.precision:
+            return line
+        scale = ", where the loss scale starts over" if config.precision == "fp16" else ""
+        return f"{line}, {config.precision}{scale}"
 
     def load_generators(self, config: RunConfig, ranks: Ranks, device: torch.device) -> None:
         """Restore this rank's random generators; reseed them if the number of ranks with own contexts has changed."""
@@ -154,14 +148,9 @@ class Refusal(NamedTuple):
     line: str  # what is wrong with it
 
 
-def folder_name(step: int) -> str:
-    """Return the name of a checkpoint folder."""
-    return f"step-{step:08d}"
-
-
 def checkpoint_folder(run: Path, step: int) -> Path:
     """Return the path of a step's checkpoint."""
-    return run / file_names.CHECKPOINTS / folder_name(step)
+    return run / file_names.CHECKPOINTS / f"step-{step:08d}"
 
 
 def random_name(data_rank: int) -> str:
@@ -233,31 +222,27 @@ def agreed_checkpoints(run: Path, checkpoints: Sequence[Checkpoint], ranks: Rank
     """
     if ranks.world_size == 1:
         return list(checkpoints)
-    names = []
-    if ranks.is_first:
-        names = [(listed.folder.name, listed.manifest, listed.trusted) for listed in checkpoints]
 
-    def open_visible(expected: Checkpoint) -> Checkpoint | None:
-        try:
-            return expected if _open_folder(expected.folder, expected.trusted) == expected else None
-        except ConfigError:
-            return None
+    def see(expected: Checkpoint) -> bool | None:
+        """Return whether the folder has this content; None: not yet."""
+        with suppress(ConfigError):
+            return _open_folder(expected.folder, expected.trusted) == expected or None
+        return None
 
-    since = time.monotonic()
-    opened: list[Checkpoint] = []
-    missing = None
-    for name, manifest, trusted in ranks.gather_objects(names)[0]:
-        folder = run / file_names.CHECKPOINTS / name
-        checkpoint = wait_until_visible(partial(open_visible, Checkpoint(folder, manifest, trusted)), since)
-        if checkpoint is None:
+    listed = [(checkpoint.folder.name, checkpoint.manifest, checkpoint.trusted) for checkpoint in checkpoints]
+    since, missing = time.monotonic(), None
+    agreed = [
+        Checkpoint(run / file_names.CHECKPOINTS / name, manifest, trusted)
+        for name, manifest, trusted in ranks.gather_objects(listed if ranks.is_first else [])[0]
+    ]
+    for checkpoint in agreed:
+        if wait_until_visible(partial(see, checkpoint), since) is None:
             rule = f"differs on {socket.gethostname()} from what the first process reads; all hosts must share {run}"
-            missing = f"{folder}: {rule}"
+            missing = f"{checkpoint.folder}: {rule}"
             break
-        opened.append(checkpoint)
-    lines = dict.fromkeys(line for line in ranks.gather_objects(missing) if line)
-    if lines:
+    if lines := dict.fromkeys(line for line in ranks.gather_objects(missing) if line):
         raise AgreedError("\n".join(lines))
-    return opened
+    return agreed
 
 
 def first_undamaged(run: Path, checkpoints: Sequence[Checkpoint], ranks: Ranks) -> tuple[Checkpoint | None, list[str]]:
@@ -285,7 +270,7 @@ def _open_folder(folder: Path, trusted: bool) -> Checkpoint:
     """
     manifest = read_manifest(folder)
     # A copy under a higher step would stay the newest: every resume would start from it, and retention would count it.
-    if folder.name != (name := folder_name(manifest.step)):
+    if folder.name != (name := f"step-{manifest.step:08d}"):
         rule = f"holds step {manifest.step}, which does not match its name; rename it {name}, or move it elsewhere"
         raise ConfigError(f"{folder}: {rule}")
     damage = find_damage(folder, [file_names.CONFIG], manifest.files)

@@ -261,12 +261,7 @@ def json_text(content: object) -> str:
 
 def write_json(path: Path, content: object) -> None:
     """Write JSON atomically: the path holds the old content or the new, never a part."""
-    write_text(path, json_text(content))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text atomically: the path holds the old content or the new, never a part."""
-    write_over(path, text.encode())
+    write_over(path, json_text(content).encode())
 
 
 def gigabytes(count: int) -> str:

@@ -7,14 +7,14 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from deepspeed import DeepSpeedEngine
 
-from longstride.data_pipelines.durable import flush_folder
+from longstride.data_pipelines.durable import flush_folder, write_over
 from longstride.data_pipelines.order import StreamState
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import (
@@ -36,7 +36,6 @@ from longstride.launcher.checkpoints.manifest import (
     record_files,
     write_json,
     write_manifest,
-    write_text,
 )
 from longstride.launcher.checkpoints.pickles import FAILURES, checkpoint_files
 from longstride.launcher.checkpoints.probe import take_probe
@@ -76,7 +75,7 @@ class Saver:
         self._engine, self._config, self._ranks = engine, config, ranks
         self._say, self._flush_lines = say, flush_lines
         self._run = Path(config.train.output)
-        self._pending: _Save | None = None
+        self._pending: dict[str, Any] | None = None  # the manifest of the save that is being written, without files
         self.go_on()
 
     @staticmethod
@@ -98,12 +97,46 @@ class Saver:
         """Save the engine's step, or begin to, with ``memory`` in the manifest. All ranks must call."""
         self.finish()
         self._flush_lines()
-        save = _Save(self._engine, self._config, stream, self._ranks, memory)
-        with self._reporting(save.step):
-            save.write(background=self._config.train.checkpoint_in_background)
-            self._pending = save
-        if not self._config.train.checkpoint_in_background:
+        engine, config, ranks = self._engine, self._config, self._ranks
+        manifest: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "step": engine.global_steps,
+            "world_size": ranks.world_size,
+            "sequence_parallel": config.train.sequence_parallel,
+            "zero_stage": config.zero_stage,
+            "precision": config.precision,
+            "stream": stream.to_json(),
+            "parameter_groups": [
+                group.names for group in parameter_groups(engine.module, split=config.train.optimizer is not None)
+            ],
+            "versions": package_versions(config.model),
+            **memory,
+        }
+        with self._reporting(engine.global_steps):
+            manifest["probe"] = self._write(partial_folder(self._run, engine.global_steps))
+            self._pending = manifest
+        if not config.train.checkpoint_in_background:
             self.finish()
+
+    def _write(self, partial: Path) -> dict[str, Any] | None:
+        """Write every rank's files, or copy their content for the background; return the manifest's probe."""
+        engine, files = self._engine, checkpoint_files(self._engine)
+
+        def make_folder() -> None:
+            remove_leftovers(self._run)
+            partial.mkdir()  # without parents: a run folder that is gone, or not mounted, must not be recreated
+            write_json(partial / file_names.CONFIG, self._config.to_json())
+
+        self._on_all_ranks(partial, make_folder if self._ranks.is_first else lambda: None)
+        # Every rank computes the loss. Only the first one writes the probe, which may fail.
+        probe, *_ = self._on_all_ranks(partial, lambda: take_probe(engine, self._config, partial, self._ranks))
+        files.begin(background=self._config.train.checkpoint_in_background)
+        engine.save_checkpoint(str(partial), tag=DEEPSPEED_TAG, save_latest=False)
+        if engine.tables is not None:
+            files.save(engine.tables.share(), str(partial / tables_name(self._ranks.rank)))
+        if self._ranks.sequence_rank == 0:  # ranks that share contexts share their random states
+            files.save(random_states(engine.device), str(partial / random_name(self._ranks.data_rank)))
+        return probe
 
     def poll(self) -> None:
         """Finish a background save if every rank has written its files. All ranks must call, after every step."""
@@ -114,14 +147,37 @@ class Saver:
 
     def finish(self) -> None:
         """Finish the pending save, if there is one. All ranks must call."""
-        save, self._pending = self._pending, None
-        if save is None:
+        manifest, self._pending = self._pending, None
+        if manifest is None:
             return
-        with self._reporting(save.step):
-            save.complete(self._best)
-            self.saved = save.step
+        step, is_first = manifest["step"], self._ranks.is_first
+        partial = partial_folder(self._run, step)
+        with self._reporting(step):
+            shares = self._on_all_ranks(partial, lambda: checkpoint_files(self._engine).take_records(partial))
+            files = {name: record for share in shares for name, record in share.items()}
+
+            def complete() -> None:
+                put_in_place(self._run, manifest | {"best": self._best(step) or None}, files)
+
+            self._on_all_ranks(partial, complete if is_first else lambda: None)
+            self.saved = step
+            if is_first:
+                self._tidy(step)
+
+    def _on_all_ranks(self, partial: Path, work: Callable[[], T]) -> list[T]:
+        """Return what ``work`` returned on every rank. If it fails on any, NotSavedError is raised on all."""
+        outcome, failure = None, None
+        try:
+            outcome = work()
+        except FAILURES as error:
+            failure = error_line(error, partial)
+        outcomes = self._ranks.gather_objects((outcome, failure))
+        failures = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(outcomes) if line is not None]
+        if failures:
             if self._ranks.is_first:
-                self._tidy(save.step)
+                remove_tree(partial)
+            raise NotSavedError(failures[0])
+        return [outcome for outcome, _ in outcomes]
 
     def save_last(self, stream: StreamState, memory: dict[str, Any]) -> bool:
         """Save the engine's step unless it is saved; return whether it is saved now. All ranks must call."""
@@ -182,90 +238,29 @@ class Saver:
             self._say(f"step {step} is saved, but the clean-up after it failed: {error_line(error, self._run)}")
 
 
-class _Save:
-    """One checkpoint while it is written."""
+def partial_folder(run: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint until it is complete."""
+    folder = checkpoint_folder(run, step)
+    return folder.with_name(f".{folder.name}.partial")
 
-    def __init__(
-        self, engine: DeepSpeedEngine, config: RunConfig, stream: StreamState, ranks: Ranks, memory: dict[str, Any]
-    ) -> None:
-        self._engine, self._config, self._ranks = engine, config, ranks
-        self._run = Path(config.train.output)
-        self.step = engine.global_steps
-        self._final = checkpoint_folder(self._run, engine.global_steps)
-        self._partial = self._final.with_name(f".{self._final.name}.partial")  # until it is whole
-        self._files = checkpoint_files(engine)
-        self._manifest: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "step": engine.global_steps,
-            "world_size": ranks.world_size,
-            "sequence_parallel": config.train.sequence_parallel,
-            "zero_stage": config.zero_stage,
-            "precision": config.precision,
-            "stream": stream.to_json(),
-            "parameter_groups": [
-                group.names for group in parameter_groups(engine.module, split=config.train.optimizer is not None)
-            ],
-            "versions": package_versions(config.model),
-            **memory,
-        }
 
-    def write(self, *, background: bool) -> None:
-        """Write every rank's files, or copy their content for the background. ``complete`` raises the failures."""
+def put_in_place(run: Path, manifest: Mapping[str, Any], written: Mapping[str, FileRecord]) -> None:
+    """Turn the partial folder of a manifest's step into a checkpoint, by a rename.
 
-        def make_folder() -> None:
-            remove_leftovers(self._run)
-            self._partial.mkdir()  # without parents: a run folder that is gone, or not mounted, must not be recreated
-            write_json(self._partial / file_names.CONFIG, self._config.to_json())
-
-        self._on_all_ranks(make_folder if self._ranks.is_first else lambda: None)
-        # Every rank computes the loss. Only the first one writes the probe, which may fail.
-        (self._manifest["probe"], *_) = self._on_all_ranks(
-            lambda: take_probe(self._engine, self._config, self._partial, self._ranks)
-        )
-        self._files.begin(background=background)
-        self._engine.save_checkpoint(str(self._partial), tag=DEEPSPEED_TAG, save_latest=False)
-        if self._engine.tables is not None:
-            path = self._partial / tables_name(self._ranks.rank)
-            self._files.save(self._engine.tables.share(), str(path))
-        if self._ranks.sequence_rank == 0:  # ranks that share contexts share their random states
-            path = self._partial / random_name(self._ranks.data_rank)
-            self._files.save(random_states(self._engine.device), str(path))
-
-    def complete(self, best: Callable[[int], list[Score]]) -> None:
-        """Turn the files into a checkpoint by a rename. ``best`` gives the scores for the first rank's manifest."""
-        shares = self._on_all_ranks(lambda: self._files.take_records(self._partial))
-        written = {name: record for share in shares for name, record in share.items()}
-        self._on_all_ranks(lambda: self._put_in_place(written, best(self.step)) if self._ranks.is_first else None)
-
-    def _put_in_place(self, written: dict[str, FileRecord], best: Sequence[Score] = ()) -> None:
-        # The first rank hashes any file that DeepSpeed wrote without `_files`.
-        files = written | record_files(self._partial, recorded=written)
-        final = {"files": dict(sorted(files.items())), "best": list(best) or None}
-        manifest = CheckpointManifest.model_validate(self._manifest | final)
-        if missing := find_missized(self._partial, manifest):
-            rule = "is missing or incomplete on the first process's host; all processes must write to one shared folder"
-            raise OSError(errno.ENOENT, rule, str(self._partial / missing[0]))
-        write_manifest(self._partial, manifest)
-        for folder in (self._partial / DEEPSPEED_TAG, self._partial):
-            flush_folder(folder)
-        set_aside(self._final)
-        self._partial.rename(self._final)
-        flush_folder(self._final.parent)
-
-    def _on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """Return what ``work`` returned on every rank. If it fails on any, NotSavedError is raised on all."""
-        outcome, failure = None, None
-        try:
-            outcome = work()
-        except FAILURES as error:
-            failure = error_line(error, self._partial)
-        outcomes = self._ranks.gather_objects((outcome, failure))
-        failures = [f"rank {rank}: {line}" for rank, (_, line) in enumerate(outcomes) if line is not None]
-        if failures:
-            if self._ranks.is_first:
-                remove_tree(self._partial)
-            raise NotSavedError(failures[0])
-        return [outcome for outcome, _ in outcomes]
+    ``written`` has the records of files by all ranks. Any file that DeepSpeed wrote by itself is hashed here.
+    """
+    folder, partial = checkpoint_folder(run, manifest["step"]), partial_folder(run, manifest["step"])
+    files = {**written, **record_files(partial, recorded=written)}
+    complete = CheckpointManifest.model_validate({**manifest, "files": dict(sorted(files.items()))})
+    if missing := find_missized(partial, complete):
+        rule = "is missing or incomplete on the first process's host; all processes must write to one shared folder"
+        raise OSError(errno.ENOENT, rule, str(partial / missing[0]))
+    write_manifest(partial, complete)
+    for changed in (partial / DEEPSPEED_TAG, partial):
+        flush_folder(changed)
+    set_aside(folder)
+    partial.rename(folder)
+    flush_folder(folder.parent)
 
 
 def error_line(error: Exception, path: Path) -> str:
@@ -350,7 +345,7 @@ def point_to(run: Path, step: int) -> None:
     It is on the disk before any checkpoint that it may have named is removed.
     """
     folder = checkpoint_folder(run, step)
-    write_text(folder.with_name(_LATEST), f"{folder.name}\n")
+    write_over(folder.with_name(_LATEST), f"{folder.name}\n".encode())
     flush_folder(folder.parent)
 
 

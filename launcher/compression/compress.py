@@ -21,14 +21,11 @@ its code. Needs no deepspeed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
-import platform
 import sys
 import time
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -38,6 +35,7 @@ from longstride.launcher.files import check_new, naming, read_file, write_new
 from longstride.launcher.generation import check_bytes
 from longstride.launcher.models import Exported, load_model, require_finite_logits, usable_device
 from longstride.launcher.output import counting
+from longstride.launcher.ranks import processor_name
 from longstride.sparse_model import SparseTransformer
 
 _MAGIC = b"LSZ"
@@ -127,17 +125,8 @@ def _difference(compressed: Compressed, model: SparseTransformer) -> str | None:
 
 def machine_name(device: torch.device) -> str:
     """Return torch's version and the processor or GPU, for people to compare."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return f"torch {torch.__version__} on {name}"[:_MOST_NAME]
-
-
-def _processor() -> str:
-    """Return the processor's name, empty if the system does not know it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Load a run's configuration: its file, the files that it extends, and the overrides of the command line."""
+"""Load a run's configuration: its JSON file, the files that it extends, and ``path.to.key=value`` overrides."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from longstride.data_pipelines.plain_files import dotted_paths, expand_path
-from longstride.kernels import ConfigError, Problem, nearest
+from longstride.data_pipelines.plain_files import JSONError, dotted_paths, expand_path, parse_json, read_plain
+from longstride.kernels import ConfigError, Problem, join_paths, nearest
 from longstride.launcher.config.deepspeed_keys import KNOWN
-from longstride.launcher.config.json_file import flattened, load_json_object, parse_override, put
 from longstride.launcher.config.run_config import EXTENDS, SCHEMA, RunConfig, schema_entries
 
 DEEPSPEED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -22,6 +21,7 @@ PATHS = re.compile(
     r"data\.path|data\.remote\.cache|train\.output|deepspeed\.(?:.+\.)?(?:output_path|output_file|nvme_path)"
 )
 _MOST_SUGGESTIONS = 3  # for an unknown key
+MOST_OBJECT_BYTES = 2**24  # the manifest of a checkpoint of 16,384 ranks takes two thirds of it
 
 
 def load_config(
@@ -238,3 +238,65 @@ def _with_suggestions(problems: Sequence[Problem]) -> list[Problem]:
                 problem = replace(problem, rule=f"unknown key; did you mean {suggestion}")
         improved.append(problem)
     return improved
+
+
+def load_json_object(path: Path, *, follow_links: bool = True) -> dict[str, Any]:
+    """Load the object in a JSON file.
+
+    Raises:
+        ConfigError: the file is missing, not a regular one, too long, not UTF-8, not JSON (with line and column) or not
+            an object, or has a key twice in one object.
+    """
+    try:
+        value = parse_json(read_plain(path, MOST_OBJECT_BYTES, follow_links=follow_links), keys_once=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except JSONError as error:
+        place = path if error.line is None else f"{path}:{error.line}:{error.column}"
+        raise ConfigError(f"{place}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    return value
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """Parse ``train.steps=10`` to (["train", "steps"], 10); a value that is not JSON is a string.
+
+    Raises:
+        ConfigError: no ``=``, or an empty part of the path.
+    """
+    path, equals, value = text.partition("=")
+    parts = path.split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"{text}: must be path.to.key=value, such as train.steps=100")
+    try:
+        return parts, parse_json(value)
+    except JSONError as error:
+        if error.line is not None:  # not JSON at all
+            return parts, value
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def put(content: dict[str, Any], parts: Sequence[str], value: Any) -> None:
+    """Set a nested key in place, and create missing objects on the way.
+
+    Raises:
+        ConfigError: the path leads through a value that is not an object.
+    """
+    place = content
+    for number, part in enumerate(parts[:-1]):
+        below = place.setdefault(part, {})
+        if not isinstance(below, dict):
+            raise ConfigError.at(".".join(parts[: number + 1]), below, f"has no key {parts[number + 1]} to override")
+        place = below
+    place[parts[-1]] = value
+
+
+def flattened(content: object, prefix: str = "") -> dict[str, object]:
+    """Flatten nested objects to one object with dotted paths; lists count as values."""
+    if not isinstance(content, dict) or not content:
+        return {prefix: content}
+    flat: dict[str, object] = {}
+    for key, value in content.items():
+        flat.update(flattened(value, join_paths(prefix, key)))
+    return flat

@@ -66,8 +66,7 @@ class Subject(NamedTuple):
 
     model: SparseTransformer  # on the CPU, in evaluation mode
     tokens: Tensor  # (N,) integers
-    unit: str  # name of what a token stands for
-    palette: Palette | None
+    data: ModelData  # what they are
     name: str  # in a title
 
 
@@ -87,18 +86,7 @@ def draw_attention(
     """Draw the attention of a run's checkpoint or of an exported model on one context.
 
     Pictures, and any data with ``queries``, show the view of each query by layer. Other data shows a matrix of queries
-    and keys for each layer.
-
-    Args:
-        source: a run's folder, or one that `longstride export` wrote.
-        step: of the run's checkpoint; None: the newest.
-        context_number: in the validation split; None: the first.
-        head: one head; None: the mean of all.
-        queries: positions.
-        weights: of the run: as trained, or their moving average.
-        data: a data folder; None: the run's.
-        text: a file whose first bytes are read instead of data.
-        trusted: whether the checkpoint may run code.
+    and keys for each layer. The arguments are the options of the verb, and None is the default of each.
 
     Raises:
         ConfigError: no such checkpoint, head or query, a damaged checkpoint, or missing data.
@@ -114,7 +102,8 @@ def draw_attention(
         subject = of_export(source, context_number or 0, data, text, trusted)
     else:
         subject = of_run(source, step, context_number or 0, weights, data, text, trusted)
-    model, tokens, unit, palette, name = subject
+    model, tokens, read, name = subject
+    palette, unit = read.palette, "byte" if read.palette is None else read.unit
     if head is not None:
         check_number("--head", head, model.config.heads, "a head of the model")
     for query in queries or ():
@@ -152,7 +141,7 @@ def of_run(
             rule = f"the data has no split {split!r}; name data that has it, or give --text FILE"
             raise ConfigError(f"--data={data or config.data.path}: {rule}")
         tokens, name = folder.context(number), f"{name}, {split}: context {number}"
-    return Subject(trained_model(checkpoint, weights), tokens, _unit(identity), identity.palette, name)
+    return Subject(trained_model(checkpoint, weights), tokens, identity, name)
 
 
 def of_export(source: Path, number: int, data: str | None, text: Path | None, trusted: bool = False) -> Subject:
@@ -185,11 +174,7 @@ def of_export(source: Path, number: int, data: str | None, text: Path | None, tr
             raise DataError(f"--data={data}: {rule}")
         name = f"{name}: {folder.store.location.rstrip('/').rpartition('/')[2]}, validation, context {number}"
     model = load_model(source, dtype=torch.float32, trust_code=trusted)
-    return Subject(model, tokens, _unit(identity), identity.palette, name)
-
-
-def _unit(identity: ModelData) -> str:
-    return "byte" if identity.palette is None else identity.unit
+    return Subject(model, tokens, identity, name)
 
 
 def _read_text(text: Path, identity: ModelData, config: ModelConfig) -> Tensor:
@@ -415,7 +400,13 @@ def attention_rows(
                 count = max(1, SCORES_IN_WORK // len(tokens))
                 for start in range(0, len(queries), count):
                     chunk = torch.tensor(queries[start : start + count])
-                    mean = _mean_over_heads(weights_of, heads, chunk)
+                    total = torch.zeros(len(chunk), len(tokens), dtype=torch.float64)
+                    counted = torch.zeros(len(chunk), 1)  # heads that have a key for the query
+                    for index in heads:
+                        weights = weights_of(chunk, index)
+                        total += weights
+                        counted += weights.any(-1, keepdim=True)
+                    mean = total / counted.clamp_min(1)
                     if not math.isclose(unread, 0.0):
                         read = torch.zeros_like(mean, dtype=torch.bool)
                         for index in heads:
@@ -430,14 +421,3 @@ def attention_rows(
             hooks.callback(model.mixers[layer].register_forward_pre_hook(take).remove)
         model(tokens[None], return_nats=True)  # does not store the logits of all positions
     return rows_by_layer
-
-
-def _mean_over_heads(weights_of: Callable[[Tensor, int], Tensor], heads: Sequence[int], queries: Tensor) -> Tensor:
-    """Return (P, N) float64: the mean over all heads that have a key for the query."""
-    several = (weights_of(queries, head) for head in heads)
-    total = next(several).double()
-    counted = total.any(-1, keepdim=True).float()
-    for weights in several:
-        total += weights
-        counted += weights.any(-1, keepdim=True)
-    return total / counted.clamp_min(1)

@@ -86,19 +86,22 @@ class ContentChoice:
 def draw_pattern(source: Path, query: int | None = None, text: Path | None = None, *, trusted: bool = False) -> Any:
     """Draw a configuration: a path, the bare name of a file in ds_configs/experiments, or a run's folder.
 
-    Args:
-        source: the configuration.
-        query: the position of the view, by default one below the middle.
-        text: a file for heads that choose keys by content: its first bytes are read with the weights of the run's last
-            checkpoint, or with the initial weights of a configuration.
-        trusted: whether the checkpoint may run code.
+    Heads that choose keys by content read the first bytes of a ``text``, with the weights of the run's last checkpoint,
+    or with the initial weights of a configuration.
 
     Raises:
         ConfigError: the configuration cannot be read, has no valid model, or has no such position; its heads choose by
             content, and there is no text; or the text does not fit.
     """
-    model = None if text is None else _model_of(source, trusted)
-    config = model_config(source) if model is None else model.config
+    config, model = model_config(source), None
+    if text is not None and source.is_dir():
+        from longstride.launcher.checkpoints import open_checkpoint  # imports DeepSpeed
+
+        model = trained_model(open_checkpoint(source, None, trusted=trusted))
+    elif text is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = SparseTransformer(config.model_copy(update={"backend": "auto"})).eval()
     if query is not None:
         check_number("--query", query, config.context, "a position")
     patterns, chosen = users_of(config)
@@ -210,17 +213,6 @@ def model_config(source: Path) -> ModelConfig:
         return ModelConfig.model_validate(content["model"])
     except ConfigError as error:
         raise error.under("model") from None
-
-
-def _model_of(source: Path, trusted: bool) -> SparseTransformer:
-    """Return the model with the weights of a run's last checkpoint, or with initial ones."""
-    if source.is_dir():
-        from longstride.launcher.checkpoints import open_checkpoint  # imports DeepSpeed
-
-        return trained_model(open_checkpoint(source, None, trusted=trusted))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return SparseTransformer(model_config(source).model_copy(update={"backend": "auto"})).eval()
 
 
 def trained_model(checkpoint: Checkpoint, weights: str = TRAINED) -> SparseTransformer:

@@ -32,12 +32,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def run_data_show(arguments: argparse.Namespace) -> int:
-    """Run `data show`; return its exit code.
-
-    Raises:
-        DataError: no such folder or split, damage, or options that do not fit the modality.
-        ConfigError: a picture cannot be written.
-    """
+    """Run `data show`; return its exit code."""
     from longstride.data_pipelines.shards import DataFolder, sample_documents
     from longstride.launcher.data import check_location
 

@@ -176,11 +176,7 @@ def _number(value: object) -> float:
 
 
 def run_pattern(arguments: argparse.Namespace) -> int:
-    """Run `show pattern`; return its exit code.
-
-    Raises:
-        ConfigError: the configuration, the query or the text does not fit, or a file cannot be written.
-    """
+    """Run `show pattern`; return its exit code."""
     source, query = arguments.source, arguments.query
     if arguments.output is None and arguments.html is None:
         raise ConfigError("--output: is missing; such as --output pattern.png, or --html pattern.html for a page")
@@ -214,12 +210,7 @@ def _save(output: Path, draw: Callable[[], Any]) -> int:
 
 
 def run_attention(arguments: argparse.Namespace) -> int:
-    """Run `show attention`; return its exit code.
-
-    Raises:
-        ConfigError: there is no such checkpoint, head or query, nothing to read, or a file cannot be written.
-        DataError: there is no such context, or data cannot be read.
-    """
+    """Run `show attention`; return its exit code."""
     from longstride.launcher.drawing.attention import draw_attention
 
     names = ("source", "step", "context_number", "head", "weights", "data", "text")
@@ -229,11 +220,7 @@ def run_attention(arguments: argparse.Namespace) -> int:
 
 
 def run_loss(arguments: argparse.Namespace) -> int:
-    """Run `show loss`; return its exit code.
-
-    Raises:
-        ConfigError: the run has no measurements yet, or a file cannot be written.
-    """
+    """Run `show loss`; return its exit code."""
     return _save(arguments.output, lambda: draw_loss(arguments.source))
 
 

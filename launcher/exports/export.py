@@ -21,15 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from longstride.data_pipelines.durable import complete_folder
+from longstride.data_pipelines.durable import complete_folder, write_over
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import (
-    Checkpoint,
-    SavedState,
-    open_checkpoint,
-    write_json,
-    write_text,
-)
+from longstride.launcher.checkpoints import Checkpoint, SavedState, open_checkpoint, write_json
 from longstride.launcher.exports.for_hubs import hub_fields, hub_files, license_fields, model_card, refresh_stub
 from longstride.launcher.exports.programs import export_program
 from longstride.launcher.files import check_free
@@ -186,9 +180,9 @@ def _write(
     }
     write_json(folder / file_names.CONFIG, content)
     for name, text in hub_files(config.model, data.palette is not None).items():
-        write_text(folder / name, text)
+        write_over(folder / name, text.encode())
     card = model_card(run_folder, checkpoint, data, options.kind, options.dtype, fingerprint.hexdigest(), licensed)
-    write_text(folder / file_names.MODEL_CARD, card)
+    write_over(folder / file_names.MODEL_CARD, card.encode())
 
 
 def write_weights(

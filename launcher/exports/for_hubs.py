@@ -9,13 +9,17 @@ from __future__ import annotations
 import difflib
 import json
 from contextlib import suppress
+from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from jinja2 import StrictUndefined, Template
+
+from longstride.data_pipelines.durable import write_over
 from longstride.data_pipelines.plain_files import read_plain
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import Checkpoint, write_text
+from longstride.launcher.checkpoints import Checkpoint
 from longstride.launcher.models import AVERAGE, Exported, ModelData, Shapes
 from longstride.launcher.output import file_names, hub_stub, metrics_file
 from longstride.sparse_model import ModelConfig
@@ -80,11 +84,11 @@ def refresh_stub(folder: Path, *, trust_code: bool = False) -> str:
     if exported.content.get("auto_map") != hub_fields(exported.config)["auto_map"]:
         rule = f"does not name the classes of {hub_stub.FILE} for transformers; export the model again"
         raise ConfigError(f"{folder / file_names.CONFIG}: {rule}")
-    text = hub_stub.text(exported.config.objective.causal)
+    text = hub_stub.text(exported.config.objective.causal).encode()
     with suppress(OSError):  # missing, not a plain file, or longer
-        if read_plain(path, len(text.encode())) == text.encode():
+        if read_plain(path, len(text)) == text:
             return f"{path}: is this version's already; nothing is written"
-    write_text(path, text)
+    write_over(path, text)
     return f"{path}: rewritten; nothing else is changed"
 
 
@@ -105,13 +109,13 @@ def model_card(
     config, manifest = checkpoint.config, checkpoint.manifest
     model, modality, palette = config.model, data_kind.modality, data_kind.palette
     token = "byte" if palette is None else palette.unit
-    tokens, predicted = f"{token}s", model.objective.unit(token)
+    predicted = model.objective.unit(token)
     # Only the last part of a path or URL, since the rest belongs to this machine.
     data = Path(urlsplit(config.data.path).path.rstrip("/")).name or "data"
     weights = "the moving average of the trained ones" if kind == AVERAGE else "as they were trained"
     rows = {
         "parameters": f"{Shapes.of_model(model).parameters:,}",
-        "context": f"{model.context:,} {tokens}",
+        "context": f"{model.context:,} {token}s",
         "network": f"{model.layers} layers of width {model.width}, {model.heads} heads",
         "attention": f"`{json.dumps(model.attention)}`",
         **({} if model.objective.next_token else {"objective": f"`{json.dumps(model.objective.model_dump())}`"}),
@@ -133,65 +137,28 @@ def model_card(
             what = "the step's batch" if recorded is steps else content
             accuracy = f", accuracy {line['accuracy']:.4f}" if "accuracy" in line else ""
             rows[f"{title} bits per {predicted}"] = f"{bits:.4f}{accuracy} on {what}"
-    escaped = {title: text.replace("|", "\\|").replace("\n", " ") for title, text in rows.items()}
     front = {"library_name": "longstride", **licensed}
+    if "license_name" in front:
+        front["license_name"] = json.dumps(front["license_name"])
     if modality.hub_task and not model.objective.num_classes:
         front["pipeline_tag"] = modality.hub_task if model.objective.causal else "fill-mask"
-    tags = ["longstride", "sparse-transformer", "byte-level" if palette is None else "palette", modality.name]
-    notes = config.notes.strip()
-    lines = [
-        "---",
-        *(f"{key}: {json.dumps(value) if key == 'license_name' else value}" for key, value in front.items()),
-        *("tags:", *(f"- {tag}" for tag in tags), "---"),
-        "",
-        f"# {run.resolve().name}",
-        "",
-        f"A Sparse Transformer (Child et al. 2019) over {tokens}, trained with Longstride and exported by it.",
-        *(["", notes] if notes else []),
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {title} | {text} |" for title, text in escaped.items()),
-        f"| fingerprint | `{fingerprint}` |",
-        "",
-        *_usage(model, data_kind),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _usage(model: ModelConfig, data_kind: ModelData) -> list[str]:
-    """Return the lines of a card that show how to use the model."""
-    if model.objective.num_classes:
-        code = [
-            "import torch",
-            "from longstride.launcher.models import load_model",
-            "",
-            f"tokens = torch.zeros(1, {model.context}, dtype=torch.int64)  # of a document, or fewer",
-            'probabilities = load_model(".")(tokens).softmax(-1)  # of each class',
-        ]
-        return ["With Longstride installed, in this folder:", "", "```python", *code, "```"]
-    if model.objective.next_token:
-        option = "" if data_kind.palette is None else " --decoded"
-        commands = *data_kind.modality.examples, f"longstride sample . --likelihood FILE{option}"
-        return ["With Longstride installed, in this folder:", "", "```", *commands, "```"]
-    if _has_tokenizer(model, data_kind.palette is not None):
-        code = [
-            "from transformers import pipeline",
-            "",
-            'fill = pipeline("fill-mask", model=".", trust_remote_code=True)',
-            'print(fill(f"One b{fill.tokenizer.mask_token}te is masked."))',
-        ]
-    else:
-        code = [
-            "import torch",
-            "from transformers import AutoModelForMaskedLM",
-            "",
-            'model = AutoModelForMaskedLM.from_pretrained(".", trust_remote_code=True)',
-            f"tokens = torch.full((1, {model.context}), {model.vocabulary})  # {model.vocabulary} is the mask",
-            "probabilities = model(tokens).logits.softmax(-1)  # of the token at each place",
-        ]
-    return ['After `pip install "longstride[transformers]"`, in this folder:', "", "```python", *code, "```"]
+    decoded = "" if palette is None else " --decoded"
+    template = resources.files("longstride.launcher.exports").joinpath("model_card.jinja").read_text(encoding="utf-8")
+    return Template(template, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
+        front=front,
+        tags=["longstride", "sparse-transformer", "byte-level" if palette is None else "palette", modality.name],
+        name=run.resolve().name,
+        unit=token,
+        notes=config.notes.strip(),
+        rows=rows,
+        fingerprint=fingerprint,
+        num_classes=model.objective.num_classes,
+        predicts_next=model.objective.next_token,
+        commands=[*modality.examples, f"longstride sample . --likelihood FILE{decoded}"],
+        has_tokenizer=_has_tokenizer(model, palette is not None),
+        context=model.context,
+        vocabulary=model.vocabulary,
+    )
 
 
 def license_fields(text: str) -> dict[str, str]:

@@ -10,15 +10,14 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import Checkpoint, first_undamaged
 from longstride.launcher.config import RunConfig, Stage
-from longstride.launcher.data import RunSetup, TrainingData, WeightSource, check_output, count_targets, resolve_steps
-from longstride.launcher.engine import build_engine, check_engine, prepare_accelerator
+from longstride.launcher.data import RunSetup, WeightSource, count_targets
+from longstride.launcher.engine import build_engine
 from longstride.launcher.output import exit_codes, metrics_file, print_if_slow, say
 from longstride.launcher.planning.new import free_bytes
 from longstride.launcher.planning.plan import describe, make_plan, peak_bytes
@@ -27,10 +26,10 @@ from longstride.launcher.training import (
     Guards,
     InitialWeights,
     agree_on_initial,
-    check_samples,
     choose_start,
     compile_step,
     open_initial,
+    set_up,
     train_step,
 )
 
@@ -51,21 +50,8 @@ def start(config: RunConfig, processes: int, resume: str, source: WeightSource |
     """
     config = config.without_monitors()
     ranks = FakeRanks(world_size=processes, sequence_parallel=config.train.sequence_parallel or 1)
-    prepare_accelerator(config)
-    check_engine(config, ranks)
-    check_output(config.train.output, resume)
-    check_unlocked(Path(config.train.output))
-    data = TrainingData(config, ranks)
-    check_samples(config, data)
-    run = RunSetup(
-        config=resolve_steps(config, data, ranks),
-        ranks=ranks,
-        data=data,
-        resume=resume,
-        epochs=config.train.epochs,
-        trusted=trusted,
-        source=source,
-    )
+    run = replace(set_up(config, ranks, resume), trusted=trusted, source=source)
+    check_unlocked(run.folder)
     offered = choose_start(run)
     with print_if_slow("verifying the checkpoint"):
         checkpoint, damaged = first_undamaged(run.folder, offered.candidates, Ranks())

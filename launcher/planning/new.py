@@ -44,13 +44,7 @@ class Machine:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the verb; return its exit code.
-
-    Raises:
-        ConfigError: an option is wrong, the name is taken, or nothing fits the data or the machine.
-        DataError: no data folder, or one that lacks a split or is damaged.
-        OSError: the file cannot be written.
-    """
+    """Run the verb; return its exit code."""
     from longstride.launcher.data import check_data
     from longstride.launcher.planning import recipes
 

@@ -34,12 +34,7 @@ PUBLISHED_TRAIN_BYTES = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the verb; return its exit code.
-
-    Raises:
-        ConfigError: the configuration or an option is wrong, or does not fit the processes or the device.
-        DataError: the data is on this machine, and does not fit the run.
-    """
+    """Run the verb; return its exit code."""
     # argparse gives --processes all words after it; those with a "=" are overrides.
     overrides = [*arguments.overrides, *(word for word in arguments.processes if "=" in word)]
     if arguments.contexts is not None and not 1 <= arguments.contexts <= MOST_CONTEXTS:

@@ -14,6 +14,7 @@ from longstride.launcher.ranks.rank_environment import (
     adopt_launcher_variables,
     code_digest,
     is_loopback,
+    processor_name,
     source_address,
 )
 from longstride.launcher.ranks.waiting import wait_until_visible

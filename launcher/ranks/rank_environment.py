@@ -15,9 +15,11 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
+import platform
 import re
 import socket
 from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 import longstride
@@ -153,6 +155,15 @@ def source_address(host: str) -> str | None:
         except OSError:
             continue
     return None
+
+
+def processor_name() -> str:
+    """Return the processor's name, or its architecture if the system does not know it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def code_digest() -> str:

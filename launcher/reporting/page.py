@@ -42,11 +42,7 @@ _MOST_CHANGES = 20  # of a start
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the verb; return its exit code.
-
-    Raises:
-        ConfigError: a run is missing, has no line yet or is named twice, or the output cannot be written.
-    """
+    """Run the verb; return its exit code."""
     output = arguments.output
     check_new(output, "--output", ".html", ".htm")
     if arguments.quick and arguments.by_position:

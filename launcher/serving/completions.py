@@ -12,14 +12,20 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from longstride.kernels import ConfigError, Problem
-from longstride.launcher.serving.request import SampleRequest, load_object
+from longstride.launcher.serving.request import (
+    SampleRequest,
+    check_known,
+    encode_text,
+    load_object,
+    setting_problems,
+)
 from longstride.launcher.serving.sampler import End, Piece, Score
-from longstride.sparse_model import ModelConfig, StrictModel, wrong_settings
+from longstride.sparse_model import ModelConfig, StrictModel
 
 MOST_CHOICES = 128  # of one request, as OpenAI has it
 MOST_STOPS = 16
@@ -59,8 +65,7 @@ class _Body(StrictModel):
     user: str | None = None  # ignored
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(NamedTuple):
     """A prompt."""
 
     content: bytes
@@ -159,11 +164,7 @@ def _field_problems(fields: _Body, config: ModelConfig) -> Iterator[Problem]:
         yield Problem("suffix", "the model continues the prompt and cannot see a suffix; leave it out")
     if fields.stream_options is not None and not fields.stream:
         yield Problem("stream_options", "only applies to streams; leave it out, or add stream=true")
-    temperature = 1.0 if fields.temperature is None else fields.temperature
-    for name, rule in wrong_settings(temperature, fields.top_k, fields.top_p):
-        yield Problem(name, rule, getattr(fields, name))
-    if fields.seed is not None and (type(fields.seed) is not int or not 0 <= fields.seed < _SEEDS):
-        yield Problem("seed", "must be an integer from 0 to 2**63 - 1; leave it out for a random one", fields.seed)
+    yield from setting_problems({name: value for name, value in vars(fields).items() if value is not None})
     if len(fields.logit_bias or {}) > config.vocabulary:  # "1" and "01" are the same token, and each costs time
         yield Problem("logit_bias", f"has {len(fields.logit_bias or {}):,} tokens; there are {config.vocabulary}")
         return
@@ -178,12 +179,12 @@ def _parse_prompts(value: Any, config: ModelConfig) -> list[Prompt]:
         return [Prompt(b"")]
     rule = "must be a string, a list of strings, a list of tokens, or a list of lists of tokens; none is empty"
     if isinstance(value, str):
-        return [Prompt(_encode(value, "prompt", config))]
+        return [_text_prompt(value, "prompt", config)]
     if not isinstance(value, list) or not value:
         raise ConfigError(Problem("prompt", rule))
     if len(value) <= MOST_CHOICES:
         if all(isinstance(prompt, str) for prompt in value):
-            return [Prompt(_encode(prompt, f"prompt[{i}]", config)) for i, prompt in enumerate(value)]
+            return [_text_prompt(prompt, f"prompt[{i}]", config) for i, prompt in enumerate(value)]
         if all(isinstance(prompt, list) for prompt in value):
             return [_token_prompt(prompt, f"prompt[{i}]", config) for i, prompt in enumerate(value)]
     if not all(type(token) is int for token in value):
@@ -202,17 +203,10 @@ def _token_prompt(tokens: list[Any], path: str, config: ModelConfig) -> Prompt:
     return Prompt(bytes(tokens), has_start)
 
 
-def _encode(text: str, path: str, config: ModelConfig) -> bytes:
-    """Encode a text. Raises ConfigError if it is not valid Unicode or has bytes outside the model's vocabulary."""
-    try:
-        content = text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(
-            Problem(path, "holds half a character (a surrogate); give bytes as a list of tokens")
-        ) from None
-    if content and max(content) >= config.vocabulary:
-        raise ConfigError(Problem(path, f"contains byte {max(content)}; this model knows 0 to {config.vocabulary - 1}"))
-    return content
+def _text_prompt(text: str, path: str, config: ModelConfig) -> Prompt:
+    content = encode_text(text, path, "; give bytes as a list of tokens")
+    check_known(content, path, config)
+    return Prompt(content)
 
 
 def _parse_stops(value: Any) -> tuple[bytes, ...]:
@@ -221,10 +215,7 @@ def _parse_stops(value: Any) -> tuple[bytes, ...]:
     rule = f"must be a string that is not empty, or a list of at most {MOST_STOPS}"
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise ConfigError(Problem("stop", rule))
-    try:
-        return tuple(stop.encode() for stop in stops)
-    except UnicodeEncodeError:
-        raise ConfigError(Problem("stop", "holds half a character (a surrogate)")) from None
+    return tuple(encode_text(stop, "stop") for stop in stops)
 
 
 _START = "<|longstride_start|>"  # as the exported tokenizer calls it

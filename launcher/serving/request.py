@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +71,11 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
         ConfigError: a problem for each wrong field.
     """
     content = load_object(body)
-    problems = _unknown_fields(content, _FIELDS)
+    problems = [*_unknown_fields(content, _FIELDS), *setting_problems(content)]
     try:
         prompt = _read_bytes(content, "prompt", config, config.context - 1, f"as the context has {config.context}")
     except ConfigError as error:
-        raise ConfigError(*problems, *error.problems, *_setting_problems(content)) from None
-    problems += _setting_problems(content)
+        raise ConfigError(*problems, *error.problems) from None
     fitting = min(max_bytes, config.context - len(prompt))
     count = content.get("bytes", min(fitting, modality_named(config.embedding.modality).sample_bytes or fitting))
     if type(count) is not int or not 1 <= count <= fitting:
@@ -147,21 +146,34 @@ def _read_bytes(content: dict[str, Any], field: str, config: ModelConfig, most: 
     value = content.get(name, "")
     if not isinstance(value, str):
         raise ConfigError.at(name, value, "must be a string")
-    try:
-        decoded = value.encode() if name == field else base64.b64decode(value, validate=True)
-    except UnicodeEncodeError:
-        raise ConfigError(Problem(name, f"holds half a character (a surrogate); give bytes as {encoded}")) from None
-    except (binascii.Error, ValueError):
-        raise ConfigError(Problem(name, "must be base64, with its padding")) from None
+    if name == field:
+        decoded = encode_text(value, name, f"; give bytes as {encoded}")
+    else:
+        try:
+            decoded = base64.b64decode(value, validate=True)
+        except ValueError:
+            raise ConfigError(Problem(name, "must be base64, with its padding")) from None
     if len(decoded) > most:
         raise ConfigError(Problem(name, f"has {len(decoded)} bytes; give at most {most}, {reason}"))
-    if decoded and max(decoded) >= config.vocabulary:
-        rule = f"contains byte {max(decoded)}; this model knows 0 to {config.vocabulary - 1}"
-        raise ConfigError(Problem(name, rule))
+    check_known(decoded, name, config)
     return decoded
 
 
-def _setting_problems(content: dict[str, Any]) -> list[Problem]:
+def encode_text(text: str, path: str, advice: str = "") -> bytes:
+    """Encode a text as UTF-8; ConfigError if it is not valid Unicode."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(Problem(path, f"holds half a character (a surrogate){advice}")) from None
+
+
+def check_known(content: bytes, path: str, config: ModelConfig) -> None:
+    """Raise ConfigError for bytes outside the model's vocabulary."""
+    if content and max(content) >= config.vocabulary:
+        raise ConfigError(Problem(path, f"contains byte {max(content)}; this model knows 0 to {config.vocabulary - 1}"))
+
+
+def setting_problems(content: Mapping[str, Any]) -> list[Problem]:
     """Return the problems of temperature, top_k, top_p and seed; null leaves out the last three."""
     top_k, top_p, seed = (content.get(name) for name in ("top_k", "top_p", "seed"))
     rules = list(wrong_settings(content.get("temperature", 1.0), top_k, top_p))

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -167,7 +167,7 @@ class Sampler:
 
     def _work(self) -> None:
         """Sample until the sampler is closed."""
-        groups: list[_Group | _Scoring] = []
+        groups: list[_Group] = []
         while True:
             with self._changed:
                 self._running = [job for group in groups for job in group.jobs]
@@ -189,17 +189,20 @@ class Sampler:
                 self._running += taken
             start = time.monotonic()
             if taken and isinstance(taken[0].request, ScoreRequest):
-                groups.append(_Scoring(self._model, taken, self.metrics))
+                groups.append(_Group(taken, score(self._model, taken[0], self.metrics)))
             elif taken:
-                groups.append(_Group(self._model, self._device, taken, self.metrics, self._shared))
+                steps = sample(self._model, self._device, taken, self.metrics, self._shared)
+                groups.append(_Group(taken, steps))
             groups = [group for group in groups if self._advance(group)]
             self.metrics.sampling_seconds += time.monotonic() - start
 
-    def _advance(self, group: _Group | _Scoring) -> bool:
+    def _advance(self, group: _Group) -> bool:
         """Compute one more byte of each context of a group, or one more piece of a text; return whether it goes on."""
         try:
-            if group.step():
-                return True
+            next(group.steps)
+            group.jobs = [job for job in group.jobs if not job.stopped]
+            return True
+        except StopIteration:
             end = End()
         except FloatingPointError as error:
             end = End(f"the model's {error}")
@@ -212,170 +215,155 @@ class Sampler:
         return False
 
 
-class _Scoring:
-    """A text to score, in the pieces of ``nats_by_piece``; other groups take turns between them."""
+@dataclass(eq=False)
+class _Group:
+    """Contexts that begin together and advance together; ``steps`` computes a byte of each at a time."""
 
-    def __init__(self, model: SparseTransformer, jobs: list[Job], metrics: Metrics) -> None:
-        self.jobs, self.start_time = jobs, time.monotonic()
-        (job,) = jobs
-        assert isinstance(job.request, ScoreRequest)
-        text = job.request.content
-        metrics.prompt_bytes += len(text)
-        self._text, self._nats = text, nats_by_piece(model, text, job.request.min_context)
+    jobs: list[Job]
+    steps: Iterator[object]
+    start_time: float = field(default_factory=time.monotonic)
 
-    def step(self) -> bool:
-        """Score one more piece; return whether there may be more."""
-        (job,) = self.jobs
-        nats = None if job.stopped else next(self._nats, None)
-        if nats is None:
-            return False
+
+def score(model: SparseTransformer, job: Job, metrics: Metrics) -> Iterator[None]:
+    """Score a text in the pieces of ``nats_by_piece``, and yield after each."""
+    assert isinstance(job.request, ScoreRequest)
+    text = job.request.content
+    metrics.prompt_bytes += len(text)
+    for nats in nats_by_piece(model, text, job.request.min_context):
         if not all(map(math.isfinite, nats)):
             raise FloatingPointError(_NO_NUMBERS)
-        piece, self._text = self._text[: len(nats)], self._text[len(nats) :]
+        piece, text = text[: len(nats)], text[len(nats) :]
         job.deliver(Piece(piece, [Score(-nat, {}) for nat in nats], is_prompt=True))
-        return True
+        yield
+        if job.stopped:
+            return
 
 
-class _Group:
-    """Contexts that begin together and advance together, a byte each.
+def sample(
+    model: SparseTransformer, device: str, jobs: Sequence[Job], metrics: Metrics, shared: bool
+) -> Iterator[None]:
+    """Sample contexts, and yield after each byte of all. Prompts are computed once, and first delivered if requested.
 
-    Each is a separate batch, so its bytes do not depend on others. With ``shared``, all are one batch.
+    Each context is a separate batch, so its bytes do not depend on others. With ``shared``, all are one batch.
     """
-
-    def __init__(self, model: SparseTransformer, device: str, jobs: list[Job], metrics: Metrics, shared: bool) -> None:
-        self.jobs, self.start_time = jobs, time.monotonic()
-        self._model, self._device, self._metrics, self._shared = model, device, metrics, shared
-        self._batches: list[_Batch] | None = None
-
-    def step(self) -> bool:
-        """Sample one more byte of each context; return whether there may be more."""
-        if self._batches is None:
-            self._batches = self._begin()
-        self._batches = [batch for batch in self._batches if batch.step()]
-        self.jobs = [job for job in self.jobs if not job.stopped]
-        return bool(self._batches)
-
-    def _begin(self) -> list[_Batch]:
-        """Deliver prompts to echo, and compute each once; contexts with the same prompt begin as copies."""
-        scores: dict[tuple[bytes, int | None], list[Score | None]] = {}
-        for job in self.jobs:
-            request = job.sample
-            self._metrics.prompt_bytes += len(request.prompt)
-            if request.echo:
-                key = request.prompt, request.logprobs
-                if key not in scores:
-                    scores[key] = self._prompt_scores(*key)
-                job.deliver(Piece(request.prompt, scores[key], is_prompt=True))
-        if not self.jobs[0].sample.count:
-            return []
-        if self._shared:
-            prompts = list(dict.fromkeys(job.sample.prompt for job in self.jobs))
-            session, order = self._prefill(prompts), [prompts.index(job.sample.prompt) for job in self.jobs]
-            if order != list(range(len(prompts))):
-                session = session.selected(torch.tensor(order, device=self._device))
-            return [_Batch(self.jobs, session, self._device, self._metrics)]
-        batches: list[_Batch] = []
-        sessions: dict[bytes, Session] = {}
-        for job in self.jobs:
-            prompt = job.sample.prompt
-            if prompt in sessions:
-                session = sessions[prompt].selected(torch.tensor([0], device=self._device))
-            else:
-                session = sessions[prompt] = self._prefill([prompt])
-            batches.append(_Batch([job], session, self._device, self._metrics))
-        return batches
-
-    def _prefill(self, prompts: list[bytes]) -> Session:
-        """Create a session with these prompts and room for the samples."""
-        tokens = torch.tensor([list(prompt) for prompt in prompts], dtype=torch.int64, device=self._device)
-        session = Session(self._model, len(prompts), tokens.shape[1] + self.jobs[0].sample.count, back=0)
-        session.prefill(tokens)
-        return session
-
-    def _prompt_scores(self, prompt: bytes, most: int | None) -> list[Score | None]:
-        """Score every byte of a prompt, including the first, which the start token predicts."""
-        if most is None or not prompt:
-            return [None] * len(prompt)
-        tokens = torch.tensor([list(prompt)], device=self._device)
-        with torch.inference_mode():
-            logits = self._model(tokens)[0]
-        scores: list[Score | None] = []
-        for rows, targets in zip(logits.split(_ROWS_AT_ONCE), tokens[0].split(_ROWS_AT_ONCE), strict=True):
-            if not bool(rows.isfinite().all()):
-                raise FloatingPointError(_NO_NUMBERS)
-            logprobs = rows.double().log_softmax(-1).cpu()
-            scores += [score_byte(row, token, most) for row, token in zip(logprobs, targets.tolist(), strict=True)]
-        return scores
+    scores: dict[tuple[bytes, int | None], list[Score | None]] = {}
+    for job in jobs:
+        request = job.sample
+        metrics.prompt_bytes += len(request.prompt)
+        if request.echo:
+            key = request.prompt, request.logprobs
+            if key not in scores:
+                scores[key] = _prompt_scores(model, device, *key)
+            job.deliver(Piece(request.prompt, scores[key], is_prompt=True))
+    if not (count := jobs[0].sample.count):
+        return
+    batches: list[Iterator[bool]] = []
+    if shared:
+        prompts = list(dict.fromkeys(job.sample.prompt for job in jobs))
+        session, order = _prefill(model, device, prompts, count), [prompts.index(job.sample.prompt) for job in jobs]
+        if order != list(range(len(prompts))):
+            session = session.selected(torch.tensor(order, device=device))
+        batches.append(_sample_batch(jobs, session, device, metrics))
+    sessions: dict[bytes, Session] = {}
+    for job in () if shared else jobs:
+        prompt = job.sample.prompt
+        if prompt in sessions:  # begins as a copy
+            session = sessions[prompt].selected(torch.tensor([0], device=device))
+        else:
+            session = sessions[prompt] = _prefill(model, device, [prompt], count)
+        batches.append(_sample_batch([job], session, device, metrics))
+    while batches := [batch for batch in batches if next(batch, False)]:
+        yield
 
 
-class _Batch:
-    """Contexts of equal shape whose next bytes are computed together; ``session`` has their prompts."""
+def _prefill(model: SparseTransformer, device: str, prompts: list[bytes], count: int) -> Session:
+    """Create a session with these prompts, which have one length, and room for ``count`` bytes after them."""
+    tokens = torch.tensor([list(prompt) for prompt in prompts], dtype=torch.int64, device=device)
+    session = Session(model, len(prompts), tokens.shape[1] + count, back=0)
+    session.prefill(tokens)
+    return session
 
-    def __init__(self, jobs: list[Job], session: Session, device: str, metrics: Metrics) -> None:
-        self._jobs, self._metrics = jobs, metrics
-        self._logprobs: dict[int, Tensor] = {}  # of contexts that need scores, by row: (V,)
-        self._has_begun = False
-        request = jobs[0].sample
-        self._tokens = generate(
-            session.model,
-            torch.tensor([list(job.sample.prompt) for job in jobs], dtype=torch.int64, device=device),
-            request.count,
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            generator=[torch.Generator(device).manual_seed(job.sample.seed) for job in jobs],
-            adjust=self._adjust,
-            session=session,
-        )
 
-    def step(self) -> bool:
-        """Sample one more byte of each context; return whether there may be more."""
-        rows = None  # all
-        if self._has_begun and any(job.stopped for job in self._jobs):
-            rows = [row for row, job in enumerate(self._jobs) if not job.stopped]
-            self._jobs = [self._jobs[row] for row in rows]
-        if not self._jobs:
-            return False
-        self._has_begun = True
+def _prompt_scores(model: SparseTransformer, device: str, prompt: bytes, most: int | None) -> list[Score | None]:
+    """Score every byte of a prompt, including the first, which the start token predicts."""
+    if most is None or not prompt:
+        return [None] * len(prompt)
+    tokens = torch.tensor([list(prompt)], device=device)
+    with torch.inference_mode():
+        logits = model(tokens)[0]
+    scores: list[Score | None] = []
+    for rows, targets in zip(logits.split(_ROWS_AT_ONCE), tokens[0].split(_ROWS_AT_ONCE), strict=True):
+        if not bool(rows.isfinite().all()):
+            raise FloatingPointError(_NO_NUMBERS)
+        logprobs = rows.double().log_softmax(-1).cpu()
+        scores += [score_byte(row, token, most) for row, token in zip(logprobs, targets.tolist(), strict=True)]
+    return scores
+
+
+def _sample_batch(jobs: Sequence[Job], session: Session, device: str, metrics: Metrics) -> Iterator[bool]:
+    """Sample contexts of equal shape whose next bytes are computed together, and yield True after each byte.
+
+    ``session`` has their prompts.
+    """
+    request = jobs[0].sample
+    logprobs: dict[int, Tensor] = {}  # of contexts that need scores, by row: (V,)
+    tokens = generate(
+        session.model,
+        torch.tensor([list(job.sample.prompt) for job in jobs], dtype=torch.int64, device=device),
+        request.count,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        generator=[torch.Generator(device).manual_seed(job.sample.seed) for job in jobs],
+        adjust=lambda logits: _adjust(logits, jobs, logprobs),
+        session=session,
+    )
+    rows = None  # all
+    while jobs:
         try:
-            tokens = self._tokens.send(rows)
+            sampled = tokens.send(rows).tolist()
         except StopIteration:
-            return False
-        for row, (job, token) in enumerate(zip(self._jobs, tokens.tolist(), strict=True)):
+            return
+        for row, (job, token) in enumerate(zip(jobs, sampled, strict=True)):
             if job.stopped:
                 continue
             request = job.sample
             if not job.sampled:
-                self._metrics.first_byte_seconds.add(time.monotonic() - job.start_time)
-            self._metrics.sampled_bytes += 1
+                metrics.first_byte_seconds.add(time.monotonic() - job.start_time)
+            metrics.sampled_bytes += 1
             job.sampled.append(token)
-            score = None if request.logprobs is None else score_byte(self._logprobs[row], token, request.logprobs)
+            score = None if request.logprobs is None else score_byte(logprobs[row], token, request.logprobs)
             job.deliver(Piece(bytes([token]), [score]))
             if reached := [len(stop) for stop in request.stop if job.sampled.endswith(stop)]:
                 job.end(End(stopped=max(reached)))
-        return True
+        yield True
+        rows = None
+        if any(job.stopped for job in jobs):
+            rows = [row for row, job in enumerate(jobs) if not job.stopped]
+            jobs = [jobs[row] for row in rows]
 
-    def _adjust(self, logits: Tensor) -> Tensor:
-        """Apply each request's biases and penalties to logits (B, V), and store requested log-probabilities."""
-        adjusted = None
-        for row, (job, total) in enumerate(zip(self._jobs, logits.sum(-1).tolist(), strict=True)):
-            request = job.sample
-            if not math.isfinite(total):
-                job.end(End(f"the model's {_NO_NUMBERS}"))
-                adjusted = logits.clone() if adjusted is None else adjusted
-                adjusted[row] = 0.0  # so that the other rows go on
-            if job.stopped:
-                continue
-            if request.logprobs is not None:
-                self._logprobs[row] = logits[row].double().log_softmax(-1).cpu()
-            if request.bias or request.presence_penalty or request.frequency_penalty:
-                adjusted = logits.clone() if adjusted is None else adjusted
-                counts = torch.bincount(torch.tensor(list(job.sampled), dtype=torch.int64), minlength=logits.shape[1])
-                change = -request.frequency_penalty * counts - request.presence_penalty * (counts > 0)
-                for token, bias in request.bias:
-                    change[token] += bias
-                adjusted[row] += change.to(adjusted)
-        return logits if adjusted is None else adjusted
+
+def _adjust(logits: Tensor, jobs: Sequence[Job], logprobs: dict[int, Tensor]) -> Tensor:
+    """Apply each request's biases and penalties to logits (B, V), and store requested log-probabilities by row."""
+    adjusted = None
+    for row, (job, total) in enumerate(zip(jobs, logits.sum(-1).tolist(), strict=True)):
+        request = job.sample
+        if not math.isfinite(total):
+            job.end(End(f"the model's {_NO_NUMBERS}"))
+            adjusted = logits.clone() if adjusted is None else adjusted
+            adjusted[row] = 0.0  # so that the other rows go on
+        if job.stopped:
+            continue
+        if request.logprobs is not None:
+            logprobs[row] = logits[row].double().log_softmax(-1).cpu()
+        if request.bias or request.presence_penalty or request.frequency_penalty:
+            adjusted = logits.clone() if adjusted is None else adjusted
+            counts = torch.bincount(torch.tensor(list(job.sampled), dtype=torch.int64), minlength=logits.shape[1])
+            change = -request.frequency_penalty * counts - request.presence_penalty * (counts > 0)
+            for token, bias in request.bias:
+                change[token] += bias
+            adjusted[row] += change.to(adjusted)
+    return logits if adjusted is None else adjusted
 
 
 def score_byte(logprobs: Tensor, token: int, most: int) -> Score:

@@ -36,12 +36,7 @@ _HOST_NAME = re.compile(r"[\w.-]+|[\da-fA-F:.]+:[\da-fA-F:.]*")  # or an address
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal. Returns 0 at SIGTERM and raises KeyboardInterrupt at SIGINT, after an orderly end.
-
-    Raises:
-        ConfigError: aiohttp is missing, an option is out of range, the model's tokens are not bytes, or the address is
-            not available.
-    """
+    """Serve until a signal. Returns 0 at SIGTERM and raises KeyboardInterrupt at SIGINT, after an orderly end."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError('serve: needs aiohttp; pip install "longstride[serve]"')
     from longstride.launcher.serving.application import Limits, Service

@@ -6,5 +6,4 @@ from longstride.launcher.training.initial import InitialWeights, agree_on_initia
 from longstride.launcher.training.loop import Trainer, compile_step, early_end, train_step
 from longstride.launcher.training.monitors import claim_folders
 from longstride.launcher.training.replay import replay_step
-from longstride.launcher.training.resume import begin, choose_start, prepare_folder
-from longstride.launcher.training.samples import check_samples
+from longstride.launcher.training.resume import begin, choose_start, prepare_folder, set_up

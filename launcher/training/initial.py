@@ -116,49 +116,41 @@ def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: s
         ConfigError: some do not fit, and no option says what to do; a line for each key that causes it.
     """
     source_shapes, shapes = Shapes.of_model(source).of, Shapes.of_model(model).of
-    taken: list[str] = []
-    extended: list[str] = []
-    anew: list[str] = []
-    unmasked: list[str] = []
+    names: dict[str, list[str]] = {treatment: [] for treatment in ("taken", "extended", "unmasked", "anew", "unused")}
+    misfits: dict[str, tuple[Shape, Shape]] = {}
     starts_differ = source.objective.causal != model.objective.causal
     logits_differ = (source.objective.num_classes > 0) != (model.objective.num_classes > 0)
-    misfits: dict[str, tuple[Shape, Shape]] = {}
     same_rows = (source.ngrams, source.vocabulary) == (model.ngrams, model.vocabulary)  # the same hash
     # Rows of the position tables mean the same if all but the size of the grid is equal.
     layouts = [config.embedding.model_dump(mode="json", exclude={"height", "width"}) for config in (source, model)]
-
-    def is_of_objective(name: str) -> bool:
-        return (name == _START and starts_differ) or (name.startswith(_LOGITS) and logits_differ)
-
-    for name, shape in shapes.items():
-        is_positions, before = name.startswith(_POSITIONS), source_shapes.get(name)
-        if (is_positions and options.positions == "fresh") or is_of_objective(name):
-            anew.append(name)
-        elif before == shape and (name != states.TABLES or same_rows):
-            taken.append(name)
-        elif (
-            name == _TOKENS and before is not None and before[1:] == shape[1:] and source.vocabulary == model.vocabulary
-        ):
-            unmasked.append(name)
-        elif is_positions and before is not None and before[1:] == shape[1:] and layouts[0] == layouts[1]:
-            (extended if options.positions else anew).append(name)
-            if not options.positions and not options.partly:
+    for name in dict.fromkeys((*shapes, *source_shapes)):
+        shape, before = shapes.get(name), source_shapes.get(name)
+        is_positions, treatment = name.startswith(_POSITIONS), "anew"
+        is_fresh = is_positions and options.positions == "fresh"
+        is_of_objective = (name == _START and starts_differ) or (name.startswith(_LOGITS) and logits_differ)
+        may_differ = options.partly or is_fresh or is_of_objective
+        same_columns = shape is not None and before is not None and before[1:] == shape[1:]
+        if shape is None:
+            treatment = "unused"
+        elif before == shape and not is_fresh and not is_of_objective and (name != states.TABLES or same_rows):
+            treatment = "taken"
+        elif name == _TOKENS and same_columns and source.vocabulary == model.vocabulary:
+            treatment = "unmasked"
+        elif is_positions and not is_fresh and same_columns and layouts[0] == layouts[1]:
+            if before is not None and not options.positions and not options.partly:
                 rule = f"{name} has {shape[0]} rows in this run (model.context={model.context}), and in {place} "
                 rule += f"{before[0]}; take repeat, interpolate or fresh"
                 raise ConfigError(f"--from-positions: required: {rule}")
-        else:
-            anew.append(name)
-            if not options.partly:
-                misfits[name] = shape, before
-    unused = tuple(name for name in source_shapes if name not in shapes)
-    for name in () if options.partly else unused:
-        if not ((name.startswith(_POSITIONS) and options.positions == "fresh") or is_of_objective(name)):
-            misfits[name] = None, source_shapes[name]
+            treatment = "extended" if options.positions else "anew"
+            may_differ = True
+        names[treatment].append(name)
+        if treatment in ("anew", "unused") and not may_differ:
+            misfits[name] = shape, before
     if misfits:
         raise ConfigError(*_misfit_problems(misfits, source, model, place))
-    if options.positions in ("repeat", "interpolate") and not extended:
+    if options.positions in ("repeat", "interpolate") and not names["extended"]:
         raise ConfigError(f"--from-positions={options.positions}: no position table needs extending; leave it out")
-    if not taken:
+    if not names["taken"]:
         raise ConfigError(f"--from={options.path}: none of its tensors fits the model; leave it out")
     old, new = (flattened(config.model_dump(mode="json"), "model") for config in (source, model))
     changed = tuple(
@@ -167,7 +159,7 @@ def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: s
         for path in sorted((old.keys() | new.keys()) - {f"model.{key}" for key in _FREE})
         if old.get(path, ...) != new.get(path, ...)
     )
-    return Fit(tuple(taken), tuple(extended), tuple(unmasked), tuple(anew), unused, changed)
+    return Fit(changed=changed, **{treatment: tuple(listed) for treatment, listed in names.items()})
 
 
 def _misfit_problems(

@@ -15,8 +15,9 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from longstride.data_pipelines.durable import write_over
 from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
-from longstride.launcher.checkpoints import Checkpoint, NotSavedError, Saver, Score, error_line, write_text
+from longstride.launcher.checkpoints import Checkpoint, NotSavedError, Saver, Score, error_line
 from longstride.launcher.config import Stage
 from longstride.launcher.data import GlobalBatch, RunSetup, discard_start
 from longstride.launcher.engine import EngineStep, StepPart, compile_kernels, weights_are_finite
@@ -234,7 +235,7 @@ class Trainer:
         self._recorder.say(f"step {step}: the run is over, as {self._plateau.reason}; {way}")
         if self._run.ranks.is_first:
             try:
-                write_text(self._run.folder / file_names.OVER, f"{step}\n")
+                write_over(self._run.folder / file_names.OVER, f"{step}\n".encode())
             except OSError as error:
                 self._recorder.say(error_line(error, self._run.folder))
 

@@ -19,8 +19,8 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.monitor.monitor import MonitorMaster
 
+from longstride.data_pipelines.durable import write_over
 from longstride.data_pipelines.plain_files import read_plain
-from longstride.launcher.checkpoints import write_text
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import file_names, say
@@ -63,7 +63,7 @@ def _claim(place: Path, run: Path, is_resumed: bool) -> Path:
         # Earlier versions left no mark, and a run folder may have been moved.
         claimed = claimed or [path for path, owner in owners.items() if owner is None or not owner.exists()][:1]
         if claimed:
-            write_text(claimed[-1] / _MARK, str(run))
+            write_over(claimed[-1] / _MARK, str(run).encode())
             return claimed[-1]
     free = place if not taken else place.with_name(f"{place.name}-{len(taken) + 1}")
     free.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ import numpy as np
 from deepspeed import DeepSpeedEngine
 from tqdm import tqdm
 
-from longstride.data_pipelines.durable import flush_folder
+from longstride.data_pipelines.durable import flush_folder, naming
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import counting, file_names, metrics_file
@@ -231,61 +231,55 @@ class LineFile:
     def append(self, text: str, about: str) -> None:
         """Write a line after the waiting ones; ``about`` names it in messages."""
         waited = len(self._waiting)
+        self._first = self._first if waited else about
         self._waiting.append(f"{text}\n".encode())
         if waited == _MOST_WAITING:
             self._waiting.pop(0)
             self._dropped += 1
-        reason = self._write()
-        if reason is not None and not waited:
-            self._first = about
-            self._say(f"{self._path}: {reason}; lines from {about} on wait in memory until there is room")
-        elif reason is None and waited:
-            self._say_made_up(waited)
-
-    def _say_made_up(self, waited: int) -> None:
-        lost = f"; {self._dropped} more are lost" if self._dropped else ""
-        self._say(f"{self._path}: {waited} lines from {self._first} on have been made up for{lost}")
-        self._dropped = 0
+        try:
+            self._write(waited)
+        except OSError as error:
+            if not waited:
+                self._say(f"{self._path}: {error.strerror}; lines from {about} on wait in memory until there is room")
 
     def settle(self) -> None:
         """Write the waiting lines. Raises OSError on failure; then they still wait."""
-        waited = len(self._waiting)
-        reason = self._write() if waited else None
-        if reason is not None:
-            raise OSError(errno.ENOSPC, f"{reason}, and lines from {self._first} on wait", str(self._path))
-        if waited:
-            self._say_made_up(waited)
+        try:
+            self._write(len(self._waiting))
+        except OSError as error:
+            rule = f"{error.strerror}, and lines from {self._first} on wait"
+            raise OSError(errno.ENOSPC, rule, str(self._path)) from None
 
     def flush(self) -> None:
         """Flush all lines and the file's name to the disk. Raises OSError on failure."""
         self.settle()
-        try:
+        with naming(self._path):
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
         flush_folder(self._path.parent)
 
     def close(self) -> None:
         """Write the waiting lines, or report that they are lost, and close the file."""
-        if self._waiting and self._write() is not None:
+        try:
+            self._write(0)
+        except OSError:
             count = len(self._waiting) + self._dropped
             self._say(f"{self._path}: {count} line{'s' if count > 1 else ''} from {self._first} on are lost")
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def _write(self) -> str | None:
-        """Write all waiting lines or none; return the reason of a failure."""
-        text = b"".join(self._waiting)
+    def _write(self, waited: int) -> None:
+        """Write all waiting lines or none, and report those that ``waited``. Raises OSError on failure."""
+        if not self._waiting:
+            return
+        text, before = b"".join(self._waiting), self._file.seek(0, os.SEEK_END)
         try:
-            before = self._file.seek(0, os.SEEK_END)
-            try:
-                if self._file.write(text) == len(text):
-                    self._waiting.clear()
-                    return None
-                reason = os.strerror(errno.ENOSPC)  # a part was written
-            except OSError as error:
-                reason = error.strerror or str(error)
+            if self._file.write(text) < len(text):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
             self._file.truncate(before)
-        except OSError as error:
-            reason = error.strerror or str(error)
-        return reason
+            raise
+        self._waiting.clear()
+        if waited:
+            lost = f"; {self._dropped} more are lost" if self._dropped else ""
+            self._say(f"{self._path}: {waited} lines from {self._first} on have been made up for{lost}")
+            self._dropped = 0

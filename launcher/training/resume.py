@@ -38,12 +38,12 @@ from longstride.launcher.checkpoints import (
     rewind_to,
     write_json,
 )
-from longstride.launcher.config import flattened, load_json_object
-from longstride.launcher.data import GlobalBatch, RunSetup, check_output
-from longstride.launcher.engine import package_versions
+from longstride.launcher.config import RunConfig, flattened, load_json_object
+from longstride.launcher.data import GlobalBatch, RunSetup, TrainingData, check_output, resolve_steps
+from longstride.launcher.engine import check_engine, package_versions, prepare_accelerator
 from longstride.launcher.identity import check_matches
 from longstride.launcher.output import AgreedError, file_names, metrics_file, say, version_of
-from longstride.launcher.ranks import Ranks, wait_until_visible
+from longstride.launcher.ranks import Ranks, processor_name, wait_until_visible
 from longstride.launcher.training.guards import (
     GuardMemory,
     Guards,
@@ -57,6 +57,7 @@ from longstride.launcher.training.guards import (
     write_incident,
 )
 from longstride.launcher.training.recorder import LineFile, Recorder
+from longstride.launcher.training.samples import num_sampled
 
 _MARK = ".start-"  # prefix of the file by which all ranks check that they share the run folder
 
@@ -66,6 +67,20 @@ class Start(NamedTuple):
 
     candidates: Sequence[Checkpoint] = ()
     refused: Sequence[str] = ()  # a line for each folder that is not a checkpoint
+
+
+def set_up(config: RunConfig, ranks: Ranks, resume: str, replay: str | None = None) -> RunSetup:
+    """Return the setup of a run, after every check that needs neither a process group nor its checkpoints.
+
+    ``resume`` and ``replay`` are values of the options.
+    """
+    prepare_accelerator(config)
+    check_engine(config, ranks)
+    check_output(config.train.output, resume, replay)  # before the data, which may take a while
+    data = TrainingData(config, ranks)
+    if config.train.samples_every:
+        num_sampled(config, data.identity)
+    return RunSetup(resolve_steps(config, data, ranks), ranks, data, resume=resume, epochs=config.train.epochs)
 
 
 def choose_start(run: RunSetup) -> Start:
@@ -309,7 +324,9 @@ def describe_start(run: RunSetup, step: int | None) -> dict[str, Any]:
 
     ``step`` is that of the checkpoint from which the run resumes; None for a new run.
     """
-    places = run.ranks.gather_objects((socket.gethostname(), _device_name(run.ranks)))
+    device = run.ranks.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    places = run.ranks.gather_objects((socket.gethostname(), name))
     changes = {}
     if run.ranks.is_first:
         with suppress(ConfigError):  # there is no readable config.json
@@ -325,7 +342,7 @@ def describe_start(run: RunSetup, step: int | None) -> dict[str, Any]:
         "hosts": list(dict.fromkeys(host for host, _ in places)),
         "processes": run.ranks.world_size,
         "devices": dict(Counter(device for _, device in places)),
-        "device_type": run.ranks.device.type,
+        "device_type": device.type,
         "versions": {
             "longstride": version_of("longstride"),
             "python": platform.python_version(),
@@ -349,14 +366,3 @@ def write_start(run: Path, start: dict[str, Any]) -> None:
         lines.close()
     except OSError as error:
         say(f"{error_line(error, path)}; this start is not recorded")
-
-
-def _device_name(ranks: Ranks) -> str:
-    """Return the name of this process's GPU, or of its processor."""
-    if ranks.device.type == "cuda":
-        return torch.cuda.get_device_name(ranks.device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

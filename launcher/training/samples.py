@@ -18,7 +18,7 @@ from longstride.data_pipelines.durable import naming, write_over
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import error_line
 from longstride.launcher.config import RunConfig
-from longstride.launcher.data import RunSetup, TrainingData
+from longstride.launcher.data import RunSetup
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import counting, file_names
 from longstride.launcher.ranks import Ranks
@@ -82,16 +82,14 @@ def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:
     """Return the number of samples, and of tokens of each after the prompt; ConfigError if they do not fit."""
     settings, context = config.train.samples, config.model.context
     prompt, size = settings.prompt.encode(), data.modality.document_bytes(data.properties)
+    room, rule = context - len(prompt), None
     if prompt and data.modality.shown_as != "text":
         rule = f"only applies to text, and the data are {data.modality.words}; leave it out"
-        raise ConfigError.at("train.samples.prompt", settings.prompt, rule)
-    beyond = [byte for byte in prompt if byte >= config.model.vocabulary]
-    if beyond:
+    elif beyond := [byte for byte in prompt if byte >= config.model.vocabulary]:
         rule = f"contains byte {beyond[0]}, but the model's bytes are 0 to {config.model.vocabulary - 1}"
-        raise ConfigError.at("train.samples.prompt", settings.prompt, rule)
-    room = context - len(prompt)
-    if room < 1:
+    elif room < 1:
         rule = f"has {len(prompt)} bytes; must leave room in the context of {context}"
+    if rule is not None:
         raise ConfigError.at("train.samples.prompt", settings.prompt[:40], rule)
     count = settings.count or (_USUAL_PICTURES if data.modality.shown_as == "picture" else 1)
     if size is not None:
@@ -106,12 +104,6 @@ def num_sampled(config: RunConfig, data: ModelData) -> tuple[int, int]:
         rule = f"prompt and sample must fit in the context of {context}; at most {room}"
         raise ConfigError.at("train.samples.bytes", settings.bytes, rule)
     return count, settings.bytes or min(data.modality.sample_bytes or context, room)
-
-
-def check_samples(config: RunConfig, data: TrainingData) -> None:
-    """Raise ConfigError if a run cannot draw the samples of its configuration."""
-    if config.train.samples_every:
-        num_sampled(config, data.identity)
 
 
 def draw(

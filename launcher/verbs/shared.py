@@ -28,7 +28,7 @@ class Verb(NamedTuple):
     words: str
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: str  # a function below longstride.launcher, imported once the words are parsed
+    run: str  # a function below longstride.launcher, imported late. A user's mistake is an OSError or a ValueError
     examples: tuple[str, ...]  # in its help; `longstride --help` shows the first one
     passes_words: bool = False  # ``run`` takes all words but --help unparsed: another program has the options
 

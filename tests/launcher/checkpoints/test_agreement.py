@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from longstride.launcher.checkpoints.checkpoint import (
     list_checkpoints,
 )
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_json, write_manifest
-from longstride.launcher.checkpoints.saving import _Save
+from longstride.launcher.checkpoints.saving import put_in_place
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import RunSetup
 from longstride.launcher.data.run_data import TrainingData
@@ -204,13 +203,13 @@ def test_checkpoint_without_a_file_of_another_rank_is_not_put_in_place(run: Path
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "random-00001.pt").write_bytes(b"y" * 10)
-    save: Any = SimpleNamespace(_partial=partial, _final=final, _manifest=manifest.model_dump(exclude={"files"}))
+    unlisted = manifest.model_dump(exclude={"files"}) | {"step": 16}
     with pytest.raises(OSError, match="is missing or incomplete on the first process") as caught:
-        _Save._put_in_place(save, record_files(elsewhere))
+        put_in_place(run, unlisted, record_files(elsewhere))
     assert caught.value.filename == str(partial / "random-00001.pt")
     assert not final.exists()
     (elsewhere / "random-00001.pt").rename(partial / "random-00001.pt")
-    _Save._put_in_place(save, {})  # what no rank has told of is found
+    put_in_place(run, unlisted, {})  # what no rank has told of is found
     saved = Checkpoint(final, read_manifest(final))
     assert len(saved.manifest.files) == 4
     assert saved.find_damage(Ranks()) == []

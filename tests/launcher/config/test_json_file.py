@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longstride.kernels import ConfigError
-from longstride.launcher.config.json_file import flattened, load_json_object, parse_override, put
+from longstride.launcher.config.loading import flattened, load_json_object, parse_override, put
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,8 @@ from longstride.launcher.config.json_file import flattened, load_json_object, pa
     [
         ('{"a": 1,\n "b": }', ":2:7: not JSON: Expecting value"),
         ('{"a": 1\n "b": 2}', ":2:2: not JSON: Expecting ',' delimiter"),
-        ('{"a": {"b": 1,\n  "b": 2}, "a": [{"x": 1}, {"x": 2}]}', ':2:3: key "b" occurs twice'),
-        ('{"a": {"b": 1,\n  "b": 2}, "a": [{"x": 1}, {"x": 2}]}', ':2:12: key "a" occurs twice'),
+        ('{"a": {"b": 1,\n  "b": 2}, "a": [{"x": 1}, {"x": 2}]}', ': key "b" occurs twice in one object'),
+        ('{"a": {"b": 1}, "a": [{"x": 1}, {"x": 2}]}', ': key "a" occurs twice in one object'),
         ('{"a": NaN}', ": NaN is not JSON; give a finite number"),
         ("[1]", ": must hold a JSON object"),
         ("", ":1:1: not JSON: Expecting value"),
@@ -28,12 +28,6 @@ def test_wrong_text_is_told_by_line_and_column(tmp_path: Path, text: str, messag
     with pytest.raises(ConfigError) as caught:
         load_json_object(path)
     assert f"{path}{message}" in str(caught.value).splitlines()
-
-
-def test_marks_within_strings_are_no_structure(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_text('{"a": "{\\"a\\": 1, ", "b": "}:", "c": ["a", "b"], "d": {"a": 1}}')
-    assert load_json_object(path)["d"] == {"a": 1}
 
 
 def test_missing_and_binary_files_are_told(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from longstride.data_pipelines.shards.reading import DataFolder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.config import find_config, load_config
-from longstride.launcher.config.json_file import load_json_object
+from longstride.launcher.config.loading import load_json_object
 from longstride.launcher.data.run import RunSetup, resolve_steps, steps_of
 from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.ranks.processes import Ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 import urllib.error
@@ -20,7 +21,7 @@ from longstride.launcher.models import load_model
 from longstride.launcher.serving.completions import parse_completion
 from longstride.launcher.serving.metrics import Metrics
 from longstride.launcher.serving.request import SampleRequest
-from longstride.launcher.serving.sampler import End, Job, Piece, _Group
+from longstride.launcher.serving.sampler import End, Job, Piece, sample
 from longstride.sparse_model import Session, SparseTransformer, generate
 from tests.harness.served import served
 from tests.harness.tiny_models import EMBEDDINGS, plain_config, tiny_export
@@ -127,8 +128,7 @@ def test_contexts_are_computed_apart_unless_they_are_shared(
         Job(SampleRequest(prompt, 12, 0.9, None, None, seed), deliver(number))
         for number, (prompt, seed) in enumerate(asked)
     ]
-    group = _Group(model, "cpu", jobs, Metrics(), shared)
-    while group.step():
+    for _ in sample(model, "cpu", jobs, Metrics(), shared):
         pass
     assert set(batches) == ({2, 5, 4} if shared else {1}) and len(prompts) == 2  # each prompt once
     monkeypatch.undo()
@@ -330,14 +330,18 @@ def test_context_without_numbers_ends_alone(shared: bool, model: SparseTransform
     model.double()  # in which a shared batch does not change a choice
     events: list[list[Piece | End]] = [[], []]
     jobs = [Job(SampleRequest(b"a", 3, 1.0, None, None, number), events[number].append) for number in range(2)]
-    group = _Group(model, "cpu", jobs, Metrics(), shared)
-    group._batches = group._begin()
-    logits = torch.zeros(2 if shared else 1, 256)
-    logits[0, 7] = torch.nan
-    assert group._batches[0]._adjust(logits)[0].isfinite().all() and logits[0, 7].isnan()
-    while group.step():
-        assert group.jobs == jobs or group.jobs == jobs[1:]
-    assert group.jobs == jobs[1:]
-    assert events[0] == [End("the model's logits are not finite")]
+    calls = itertools.count(1)
+
+    def lose_first(_: object, inputs: object, logits: torch.Tensor) -> torch.Tensor:
+        """Spoil the second byte of the first context, which is sampled after the first bytes of both."""
+        if next(calls) == (2 if shared else 3):
+            logits[:1, ..., 7] = torch.nan
+        return logits
+
+    with model.logits.register_forward_hook(lose_first):
+        for _ in sample(model, "cpu", jobs, Metrics(), shared):
+            pass
+    (first, end) = events[0]
+    assert isinstance(first, Piece) and end == End("the model's logits are not finite")
     sampled = b"".join(event.content for event in events[1] if isinstance(event, Piece))
     assert sampled == alone(model, b"a", 3, 1)

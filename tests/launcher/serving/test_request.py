@@ -97,7 +97,7 @@ def test_byte_that_the_model_does_not_know_is_refused() -> None:
         (b"{", "the body: not JSON: Expecting property name"),
         (b"[]", "the body must be a JSON object"),
         (b"\xff", "the body: must be UTF-8; byte 0 is not"),
-        (b'{"seed": 1, "seed": 2}', "the body: a key occurs twice"),
+        (b'{"seed": 1, "seed": 2}', 'the body: key "seed" occurs twice'),
         (b'{"top_p": NaN}', "the body: NaN is not JSON"),
         (b'{"seed": ' + b"1" * 5000 + b"}", "the body: an integer of 5,000 digits"),
         (b"[" * 100_000, "the body: objects and lists nested more than 64 deep"),

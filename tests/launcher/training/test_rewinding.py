@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -170,7 +171,7 @@ def test_lines_that_wait_for_room_outlive_a_rewind(folder: Folder, monkeypatch: 
     """They are written before the cut; where they cannot be, the run stops with them."""
     write = metrics.LineFile._write
     with monkeypatch.context() as patch:
-        patch.setattr(metrics.LineFile, "_write", lambda _: "No space left on device")
+        patch.setattr(metrics.LineFile, "_write", Mock(side_effect=OSError(28, "No space left on device")))
         folder.recorder.write(evaluation_line(2))
         with pytest.raises(OSError, match="No space left on device, and lines from step 2 on wait"):
             folder.recorder.rewind(2, step_line(7))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_start_is_dropped_whole_where_the_disk_fills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     resume.write_start(tmp_path, {"step": 0})
-    monkeypatch.setattr(resume.LineFile, "_write", lambda _: os.strerror(28))
+    monkeypatch.setattr(resume.LineFile, "_write", Mock(side_effect=OSError(28, os.strerror(28))))
     resume.write_start(tmp_path, {"step": 3})
     assert "1 line from this start on are lost" in capsys.readouterr().err
     assert (tmp_path / "starts.jsonl").read_text() == '{"step": 0}\n'
