@@ -1,8 +1,11 @@
-"""Judge training steps and evaluations: go on, drop the batch, rewind or stop.
+"""Judge training steps and evaluations: go on, drop the batch, rewind or stop; and do that.
 
 Neither guards nor the plateau communicate. Their inputs are the same on every rank, so all ranks decide the same. For
 each refused step a run writes an incident, `<run>/guards/step-00000123.json`, with everything that a replay needs. JSON
 has no numbers for nan, inf and -inf, so these are written as text.
+
+A full disk must not end a single rank, nor a run against the policy of a guard: failing writes are reported. If a
+rewind cannot move the files back, it becomes a stop, which saves.
 """
 
 from __future__ import annotations
@@ -14,15 +17,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed import DeepSpeedEngine
 from pydantic import Field
 
 from longstride.data_pipelines.durable import flush_folder
+from longstride.data_pipelines.order import Batch, StreamState
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import Score, write_json
+from longstride.launcher.checkpoints import (
+    Checkpoint,
+    Score,
+    error_line,
+    first_undamaged,
+    list_checkpoints,
+    load,
+    rewind_to,
+    write_json,
+)
 from longstride.launcher.config import GuardPolicy, GuardsConfig, load_json_object
-from longstride.launcher.data import RunSetup
+from longstride.launcher.data import GlobalBatch, RunSetup
 from longstride.launcher.engine import Overflow
-from longstride.launcher.output import file_names, metrics_file
+from longstride.launcher.output import file_names, metrics_file, say
+from longstride.launcher.training.recorder import Recorder
 from longstride.sparse_model import StrictModel
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?\.json")
@@ -283,3 +298,109 @@ class Plateau:
         if memory.best is not None:
             since = f", since {memory.best.bits_per_byte:.4f} at step {memory.best.step}"
         return f"the validation loss has not improved{by} for {memory.since} evaluations in a row{since}"
+
+
+class GuardResponse:
+    """Responds to a guard's verdict: records an incident, and rewinds or stops the run, which starts at ``state``."""
+
+    def __init__(
+        self,
+        run: RunSetup,
+        engine: DeepSpeedEngine,
+        guards: Guards,
+        plateau: Plateau,
+        recorder: Recorder,
+        state: StreamState,
+    ) -> None:
+        self._run, self._engine, self._recorder = run, engine, recorder
+        self._guards, self._plateau = guards, plateau
+        self._origin = Origin(step=engine.global_steps, stream=state.to_json())
+
+    def act(
+        self, verdict: Verdict, line: dict[str, Any], batch: GlobalBatch[Batch], before: StreamState
+    ) -> Checkpoint | None:
+        """Record a refused step and act on it; return the checkpoint of a rewind. All ranks must call.
+
+        ``line`` is the step's, for metrics.jsonl, and ``before`` the stream before its batch.
+
+        Raises:
+            GuardStopError: the run must stop.
+        """
+        run, step, checkpoint = self._run, line["step"], None
+        moved: list[Path] = []
+        if verdict.outcome == "rewind":
+            checkpoint = last_undamaged_checkpoint(run, step)
+            if checkpoint is None:
+                verdict = verdict.stopping("there is no complete checkpoint to rewind to")
+            else:
+                moved, failure = self._move_files(checkpoint.manifest.step, line)
+                if failure is not None:
+                    checkpoint, verdict = None, verdict.stopping(f"the run folder could not be rewound: {failure}")
+        line["guard"] = str(verdict)  # may have become a stop
+        if checkpoint is None:
+            self._recorder.write(line)
+        after = batch.part.state
+        if run.ranks.is_first:
+            names = ("step", "rank_nats", "tokens", "grad_norm", "loss_scale", "learning_rate", "sample_ids_crc32")
+            incident = Incident(
+                guard=verdict.guard,
+                outcome=verdict.outcome,
+                reason=verdict.reason,
+                loss_nats=as_number(sum(map(float, line["rank_nats"])) / line["tokens"]),
+                world_size=run.ranks.world_size,
+                sequence_parallel=run.config.train.sequence_parallel,
+                origin=self._origin,
+                stream=before.to_json(),
+                stream_after=after.to_json(),
+                rewound_to=checkpoint.manifest.step if checkpoint else None,
+                sample_ids=list(batch.sample_ids),
+                **{name: line[name] for name in names},
+            )
+            try:
+                where = f"written to {write_incident(run.folder, incident)}"
+            except OSError as error:
+                where = f"not written down: {error_line(error, run.folder / file_names.GUARDS)}"
+            self._recorder.say(f"step {step}: {verdict}; {where}")
+            for path in moved:
+                self._recorder.say(f"kept later data as {path}")
+        if verdict.outcome == "stop":
+            raise GuardStopError(step, verdict)
+        if checkpoint is None:
+            return None
+        load(self._engine, checkpoint, run.config, run.ranks)
+        back = checkpoint.manifest.step
+        self._guards.rewound(step, checkpoint.manifest.guards)
+        self._plateau.recall(checkpoint.manifest.plateau)
+        self._origin = Origin(step=back, stream=after.to_json())
+        self._recorder.go_back(back, f"rewound from step {step}")
+        self._recorder.say(f"step {back}: continuing from {checkpoint.folder} with the batch after that of step {step}")
+        return checkpoint
+
+    def _move_files(self, step: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:
+        """Move aside what is beyond a step; return the new paths and a failure. All ranks must call.
+
+        Lines are cut last, in one rename. If that fails, the newest checkpoint still has all of its lines.
+        """
+        moved: list[Path] = []
+        failure, folder = None, self._run.folder
+        if self._run.ranks.is_first:
+            try:
+                moved += rewind_to(folder, step)
+                moved += filter(None, [self._recorder.rewind(step, line)])
+            except OSError as error:
+                failure = error_line(error, folder)
+        return moved, self._run.ranks.gather_objects(failure)[0]
+
+
+def last_undamaged_checkpoint(run: RunSetup, before: int) -> Checkpoint | None:
+    """Return the newest intact checkpoint before a step, the same on every rank; None if there is none.
+
+    AgreedError on every rank means that one does not see the first one's files, or that the checkpoint must be trusted.
+    """
+    checkpoints = list_checkpoints(run.folder, trusted=run.trusted)[0] if run.ranks.is_first else []
+    earlier = [checkpoint for checkpoint in checkpoints if checkpoint.manifest.step < before]
+    checkpoint, damaged = first_undamaged(run.folder, earlier, run.ranks)
+    if run.ranks.is_first:
+        for line in damaged:
+            say(f"passed over: {line}")
+    return checkpoint

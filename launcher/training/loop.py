@@ -25,10 +25,9 @@ from longstride.launcher.evaluation import evaluate_split
 from longstride.launcher.output import AgreedError, counting, exit_codes, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, Watchdog
 from longstride.launcher.stops import StopRequestedError
-from longstride.launcher.training.guards import Guards, GuardStopError, Plateau, as_number
+from longstride.launcher.training.guards import GuardResponse, Guards, GuardStopError, Plateau, as_number
 from longstride.launcher.training.profile import StepProfiler, Utilization, device_seconds, peak_memory_bytes
 from longstride.launcher.training.recorder import Recorder
-from longstride.launcher.training.resume import GuardResponse
 from longstride.launcher.training.samples import write_samples
 from longstride.sparse_model import Division, SparseTransformer
 

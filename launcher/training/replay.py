@@ -29,9 +29,9 @@ from longstride.launcher.models import ModelData
 from longstride.launcher.output import exit_codes, exit_on_mistake, file_names, metrics_file, say
 from longstride.launcher.ranks import process_group
 from longstride.launcher.training import loop
-from longstride.launcher.training.agreement import check_agreement
 from longstride.launcher.training.guards import Guards, Incident, as_number, read_incidents
 from longstride.launcher.training.initial import agree_on_initial, open_initial
+from longstride.launcher.training.resume import check_agreement
 
 _COMPARED = ("loss_nats", "grad_norm", "sample_ids_crc32")
 Batches = Generator[GlobalBatch[Batch]]

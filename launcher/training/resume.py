@@ -1,7 +1,7 @@
-"""Start a run at step 0 or at one of its checkpoints, record each start, and rewind where a guard requires it.
+"""Start a run at step 0 or at one of its checkpoints, and record each start.
 
-A full disk must not end a single rank, nor a run against the policy of a guard: failing writes are reported. If a
-rewind cannot move the files back, it becomes a stop, which saves.
+Each host reads its own files, so one may have other data or an older configuration. Later nothing would show it:
+gradients of other data, or another learning rate, are summed like any others. So all ranks first check that they agree.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.durable import flush_folder, naming
 from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order import Batch, StreamState
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import (
@@ -33,32 +31,33 @@ from longstride.launcher.checkpoints import (
     error_line,
     first_undamaged,
     list_checkpoints,
-    load,
     open_checkpoint,
     rewind_to,
     write_json,
 )
 from longstride.launcher.config import RunConfig, flattened, load_json_object
-from longstride.launcher.data import GlobalBatch, RunSetup, TrainingData, check_output, resolve_steps
+from longstride.launcher.data import RunSetup, TrainingData, check_output, resolve_steps
 from longstride.launcher.engine import check_engine, package_versions, prepare_accelerator
 from longstride.launcher.identity import check_matches
+from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError, file_names, metrics_file, say, version_of
-from longstride.launcher.ranks import Ranks, processor_name, wait_until_visible
-from longstride.launcher.training.guards import (
-    GuardMemory,
-    Guards,
-    GuardStopError,
-    Incident,
-    Origin,
-    Plateau,
-    PlateauMemory,
-    Verdict,
-    as_number,
-    write_incident,
-)
-from longstride.launcher.training.recorder import LineFile, Recorder
+from longstride.launcher.ranks import Ranks, code_digest, processor_name, wait_until_visible
+from longstride.launcher.training.guards import GuardMemory, PlateauMemory
+from longstride.launcher.training.recorder import LineFile
 from longstride.launcher.training.samples import num_sampled
 
+_DATA = "data.path"  # the paths may differ, but not the data
+_CODE = "longstride"
+# Keys whose values may differ between hosts: paths, how files are read, what is logged, and free text. Another check
+# covers the run folder: all ranks must see a file in it.
+_LOCAL_KEYS = (
+    *("data.workers", "data.prefetch", "data.worker_timeout_seconds", "data.remote.", "train.output", "notes"),
+    *(f"deepspeed.{name}" for name in ("aio.", "log_level")),
+    # Only the first rank has monitors. Other hosts may lack the account and the package.
+    *(f"deepspeed.{name}." for name in ("comet", "csv_monitor", "tensorboard", "wandb")),
+)
+_LOCAL_KEY_ENDS = (".nvme_path", ".output_file")  # DeepSpeed's offload folders, and the file of its profiler
+_Setup = tuple[dict[str, object], str, dict[str, str]]  # values by path, and the place and the splits of the data
 _MARK = ".start-"  # prefix of the file by which all ranks check that they share the run folder
 
 
@@ -81,6 +80,46 @@ def set_up(config: RunConfig, ranks: Ranks, resume: str, replay: str | None = No
     if config.train.samples_every:
         num_sampled(config, data.identity)
     return RunSetup(resolve_steps(config, data, ranks), ranks, data, resume=resume, epochs=config.train.epochs)
+
+
+def check_agreement(run: RunSetup, hosts: Sequence[str], replay: int | None = None) -> None:
+    """Check that all ranks have the same run, and raise AgreedError on every rank if not. All ranks must call.
+
+    ``hosts`` are those of the ranks in their order, and ``replay`` is the step to replay.
+    """
+    config, data, ranks = flattened(run.config.to_json()), run.data, run.ranks
+    values: dict[str, object] = {
+        **package_versions(run.config.model),  # first, as other differences may follow from it
+        _CODE: f"code {code_digest()[:12]}",
+        _DATA: data.fingerprint,  # before the number of steps, which may follow from it
+        "--resume": run.resume,
+        "--from": None if run.source is None else run.source.words()[2:],  # the path may differ
+        "--replay": replay,
+        "--profile": run.profile_steps,
+    }
+    local = {_DATA, *(path for path in config if path.startswith(_LOCAL_KEYS) or path.endswith(_LOCAL_KEY_ENDS))}
+    values |= {path: value for path, value in config.items() if path not in local}
+    (first, *_), *_ = setups = ranks.gather_objects((values, run.config.data.path, dict(data.identity.splits)))
+    names = [f"rank {rank} on {host.partition(' ')[0]}" for rank, host in enumerate(hosts)]
+    for setup, name in zip(setups, names, strict=True):
+        for path in (*first, *setup[0]):
+            if first.get(path, ...) != setup[0].get(path, ...):  # 1 and 1.0 are equal
+                raise AgreedError(str(_problem(path, setups[0], setup, names[0], name)))
+
+
+def _problem(path: str, first: _Setup, second: _Setup, first_name: str, second_name: str) -> Problem:
+    """Describe how two ranks differ at a path: both values, which rank has which, and what to do."""
+    (values, place, splits), (other_values, other_place, other_splits) = first, second
+    if path == _DATA:
+        what = ModelData.different_splits(splits, other_splits)
+        there = f"{other_place} has for {second_name}"
+        return Problem(path, f"has {what} for {first_name} than {there}; give all hosts the same data", place)
+    there = f"has {Problem.format_value(other_values[path])}" if path in other_values else "leaves it out"
+    installed = path in (_CODE, "torch", "deepspeed") or ":" in path  # a class of another package
+    remedy = "install the same on all hosts" if installed else "give all ranks the same configuration"
+    value = values.get(path, ...)
+    rule = f"{first_name} {'leaves it out' if value is ... else 'has it'}, and {second_name} {there}; {remedy}"
+    return Problem(path, rule, value)
 
 
 def choose_start(run: RunSetup) -> Start:
@@ -211,112 +250,6 @@ def prepare_folder(run: RunSetup, chosen: Checkpoint | None) -> None:
         for path in filter(None, moved):
             say(f"kept later data as {path}")
     run.ranks.barrier()
-
-
-class GuardResponse:
-    """Responds to a guard's verdict: records an incident, and rewinds or stops the run, which starts at ``state``."""
-
-    def __init__(
-        self,
-        run: RunSetup,
-        engine: DeepSpeedEngine,
-        guards: Guards,
-        plateau: Plateau,
-        recorder: Recorder,
-        state: StreamState,
-    ) -> None:
-        self._run, self._engine, self._recorder = run, engine, recorder
-        self._guards, self._plateau = guards, plateau
-        self._origin = Origin(step=engine.global_steps, stream=state.to_json())
-
-    def act(
-        self, verdict: Verdict, line: dict[str, Any], batch: GlobalBatch[Batch], before: StreamState
-    ) -> Checkpoint | None:
-        """Record a refused step and act on it; return the checkpoint of a rewind. All ranks must call.
-
-        ``line`` is the step's, for metrics.jsonl, and ``before`` the stream before its batch.
-
-        Raises:
-            GuardStopError: the run must stop.
-        """
-        run, step, checkpoint = self._run, line["step"], None
-        moved: list[Path] = []
-        if verdict.outcome == "rewind":
-            checkpoint = last_undamaged_checkpoint(run, step)
-            if checkpoint is None:
-                verdict = verdict.stopping("there is no complete checkpoint to rewind to")
-            else:
-                moved, failure = self._move_files(checkpoint.manifest.step, line)
-                if failure is not None:
-                    checkpoint, verdict = None, verdict.stopping(f"the run folder could not be rewound: {failure}")
-        line["guard"] = str(verdict)  # may have become a stop
-        if checkpoint is None:
-            self._recorder.write(line)
-        after = batch.part.state
-        if run.ranks.is_first:
-            names = ("step", "rank_nats", "tokens", "grad_norm", "loss_scale", "learning_rate", "sample_ids_crc32")
-            incident = Incident(
-                guard=verdict.guard,
-                outcome=verdict.outcome,
-                reason=verdict.reason,
-                loss_nats=as_number(sum(map(float, line["rank_nats"])) / line["tokens"]),
-                world_size=run.ranks.world_size,
-                sequence_parallel=run.config.train.sequence_parallel,
-                origin=self._origin,
-                stream=before.to_json(),
-                stream_after=after.to_json(),
-                rewound_to=checkpoint.manifest.step if checkpoint else None,
-                sample_ids=list(batch.sample_ids),
-                **{name: line[name] for name in names},
-            )
-            try:
-                where = f"written to {write_incident(run.folder, incident)}"
-            except OSError as error:
-                where = f"not written down: {error_line(error, run.folder / file_names.GUARDS)}"
-            self._recorder.say(f"step {step}: {verdict}; {where}")
-            for path in moved:
-                self._recorder.say(f"kept later data as {path}")
-        if verdict.outcome == "stop":
-            raise GuardStopError(step, verdict)
-        if checkpoint is None:
-            return None
-        load(self._engine, checkpoint, run.config, run.ranks)
-        back = checkpoint.manifest.step
-        self._guards.rewound(step, checkpoint.manifest.guards)
-        self._plateau.recall(checkpoint.manifest.plateau)
-        self._origin = Origin(step=back, stream=after.to_json())
-        self._recorder.go_back(back, f"rewound from step {step}")
-        self._recorder.say(f"step {back}: continuing from {checkpoint.folder} with the batch after that of step {step}")
-        return checkpoint
-
-    def _move_files(self, step: int, line: dict[str, Any]) -> tuple[list[Path], str | None]:
-        """Move aside what is beyond a step; return the new paths and a failure. All ranks must call.
-
-        Lines are cut last, in one rename. If that fails, the newest checkpoint still has all of its lines.
-        """
-        moved: list[Path] = []
-        failure, folder = None, self._run.folder
-        if self._run.ranks.is_first:
-            try:
-                moved += rewind_to(folder, step)
-                moved += filter(None, [self._recorder.rewind(step, line)])
-            except OSError as error:
-                failure = error_line(error, folder)
-        return moved, self._run.ranks.gather_objects(failure)[0]
-
-
-def last_undamaged_checkpoint(run: RunSetup, before: int) -> Checkpoint | None:
-    """Return the newest intact checkpoint before a step, the same on every rank; None if there is none.
-
-    AgreedError on every rank means that one does not see the first one's files, or that the checkpoint must be trusted.
-    """
-    checkpoints = list_checkpoints(run.folder, trusted=run.trusted)[0] if run.ranks.is_first else []
-    earlier = [checkpoint for checkpoint in checkpoints if checkpoint.manifest.step < before]
-    checkpoint, damaged = first_undamaged(run.folder, earlier, run.ranks)
-    if run.ranks.is_first:
-        for line in damaged:
-            say(f"passed over: {line}")
-    return checkpoint
 
 
 def describe_start(run: RunSetup, step: int | None) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks import waiting
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training import resume
-from longstride.launcher.training.resume import begin, choose_start, last_undamaged_checkpoint
+from longstride.launcher.training.guards import last_undamaged_checkpoint
+from longstride.launcher.training.resume import begin, choose_start
 from tests.launcher.checkpoints.test_retention import make_checkpoint
 from tests.launcher.checkpoints.test_trust import Touching, poison
 from tests.launcher.data.test_batches import Meeting

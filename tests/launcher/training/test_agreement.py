@@ -16,9 +16,10 @@ from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import RunSetup, resolve_steps
 from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.output.messages import AgreedError
+from longstride.launcher.ranks import code_digest
 from longstride.launcher.ranks.processes import Ranks
-from longstride.launcher.training import agreement
-from longstride.launcher.training.agreement import check_agreement
+from longstride.launcher.training import resume
+from longstride.launcher.training.resume import check_agreement
 from longstride.sparse_model import ModelConfig
 from tests.harness.data.tars import write_tar
 from tests.launcher.data.test_batches import Meeting
@@ -138,7 +139,7 @@ def test_other_packages_are_told_first(
         with lock:
             return {name: next(versions, "2.13.0")}
 
-    monkeypatch.setattr(agreement, "package_versions", recorded)
+    monkeypatch.setattr(resume, "package_versions", recorded)
     said = agreed(*(load_config(config_file, [f"train.seed={seed}"]) for seed in range(2)))
     assert said is not None and said.startswith(f'{name}="2.1'), said
     assert said.endswith("; install the same on all hosts")
@@ -148,7 +149,7 @@ def test_other_code_of_the_same_version_is_told(
     agreed: Agreed, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = iter([f"{number}" * 64 for number in range(2)])
-    monkeypatch.setattr(agreement, "code_digest", lambda: next(digests))
+    monkeypatch.setattr(resume, "code_digest", lambda: next(digests))
     said = agreed(*[load_config(config_file)] * 2)
     assert said is not None and said.startswith('longstride="code '), said
     assert said.endswith("; install the same on all hosts")
@@ -161,11 +162,11 @@ def test_code_is_known_by_the_python_files_of_every_room(tmp_path: Path, monkeyp
         (folder / "__init__.py").write_text("")
     (package / "room").symlink_to(room)
     monkeypatch.setattr(longstride, "__file__", str(package / "__init__.py"))
-    before = agreement.code_digest()
+    before = code_digest()
     (room / "notes.md").write_text("not run")
     (room / ".#rates.py").symlink_to("nowhere")  # as Emacs marks a file
-    assert agreement.code_digest() == before
+    assert code_digest() == before
     (room / "rates.py").write_text("RATE = 1")
-    one = agreement.code_digest()
+    one = code_digest()
     (room / "rates.py").write_text("RATE = 2")
-    assert len({before, one, agreement.code_digest()}) == 3
+    assert len({before, one, code_digest()}) == 3

@@ -28,11 +28,11 @@ from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.models import ModelData
 from longstride.launcher.output.file_names import CHECKPOINTS
 from longstride.launcher.ranks.processes import Ranks
+from longstride.launcher.training import guards as guard_module
 from longstride.launcher.training import recorder as metrics
-from longstride.launcher.training import resume
-from longstride.launcher.training.guards import Guards, GuardStopError, Plateau, Verdict, read_incidents
+from longstride.launcher.training.guards import GuardResponse, Guards, GuardStopError, Plateau, Verdict, read_incidents
 from longstride.launcher.training.recorder import Recorder
-from longstride.launcher.training.resume import GuardResponse, prepare_folder
+from longstride.launcher.training.resume import prepare_folder
 from tests.harness.lines import evaluation_line, step_line
 from tests.launcher.checkpoints.test_retention import make_checkpoint
 
@@ -48,7 +48,9 @@ class Folder:
             make_checkpoint(self.run, step)
         (checkpoint_folder(self.run, 4) / "deepspeed/mp_rank_00_model_states.pt").write_bytes(b"damaged")
         point_to(self.run, 4)
-        monkeypatch.setattr(resume, "load", lambda _, checkpoint, *__: self.loaded.append(checkpoint.manifest.step))
+        monkeypatch.setattr(
+            guard_module, "load", lambda _, checkpoint, *__: self.loaded.append(checkpoint.manifest.step)
+        )
         self.engine: Any = SimpleNamespace(global_steps=6, monitor=SimpleNamespace(enabled=False))
         self.recorder = Recorder(self.run, self.engine, True, 8)
         self.state = StreamState(fingerprint="0" * 64, seed=0, epoch=0, step=6, global_batch=1)
@@ -136,7 +138,7 @@ def test_incident_that_finds_no_room_changes_nothing_else(
 
     said = list[str]()
     monkeypatch.setattr(folder.recorder, "say", said.append)
-    monkeypatch.setattr(resume, "write_incident", fail)
+    monkeypatch.setattr(guard_module, "write_incident", fail)
     verdict = Verdict("non_finite", outcome, "the loss is nan")
     if outcome == "stop":
         with pytest.raises(GuardStopError):
