@@ -177,19 +177,14 @@ def _stays_ignored(number: signal.Signals) -> bool:
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
-class TimeIsUp:
-    """Stop source: the run has lasted for ``train.max_seconds``.
+def time_is_up(max_seconds: float, started: float | None) -> Callable[[], str | None]:
+    """Return a stop source for a run that may last for ``train.max_seconds``.
 
     ``started`` is its start by ``time.time()``; None means that of this process.
     """
-
-    def __init__(self, max_seconds: float, started: float | None) -> None:
-        started = started or psutil.Process().create_time()
-        # A monotonic clock: setting the system's clock must not move the end.
-        self._max_seconds, self._end = max_seconds, time.monotonic() + started + max_seconds - time.time()
-
-    def __call__(self) -> str | None:
-        return f"train.max_seconds={self._max_seconds:g}" if time.monotonic() >= self._end else None
+    started = started or psutil.Process().create_time()
+    end = time.monotonic() + started + max_seconds - time.time()  # setting the system's clock must not move it
+    return lambda: f"train.max_seconds={max_seconds:g}" if time.monotonic() >= end else None
 
 
 class StopFile:

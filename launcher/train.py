@@ -29,7 +29,7 @@ from longstride.launcher.output import (
     say,
     settle_libraries,
 )
-from longstride.launcher.stops import LauncherGone, StopFile, StopFlag, TimeIsUp
+from longstride.launcher.stops import LauncherGone, StopFile, StopFlag, time_is_up
 from longstride.launcher.verbs import add_script_arguments
 
 
@@ -62,7 +62,7 @@ def train(options: argparse.Namespace, stop: StopFlag) -> int:
     notify = say if options.started is None and is_first else None
     config = load_config(options.config, options.overrides, notify).with_lasting_data()
     if config.train.max_seconds is not None:
-        stop.add_source(TimeIsUp(config.train.max_seconds, options.started))
+        stop.add_source(time_is_up(config.train.max_seconds, options.started))
 
     # Late: a mistake in the file should not wait for the import of DeepSpeed, which takes seconds.
     with print_if_slow("importing torch and DeepSpeed"):

@@ -34,7 +34,7 @@ from longstride.launcher.checkpoints.probe import PROBE, Probe
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import set_random_states
 from longstride.launcher.models import is_export
-from longstride.launcher.output import AgreedError, file_names
+from longstride.launcher.output import AgreedError, counting, file_names
 from longstride.launcher.ranks import Ranks, wait_until_visible
 
 DEEPSPEED_TAG = "deepspeed"
@@ -290,4 +290,4 @@ def _layout_keys(config: RunConfig) -> tuple[object, ...]:
 
 def _processes(count: int, sequence_parallel: int | None) -> str:
     shared = "" if sequence_parallel is None else f" ({sequence_parallel} to a context)"
-    return f"{count} process{'es' if count > 1 else ''}{shared}"
+    return f"{counting.processes(count)}{shared}"

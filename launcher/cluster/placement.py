@@ -31,7 +31,7 @@ from longstride.launcher.cluster.hosts import Hosts, end_launches, launch_patter
 from longstride.launcher.cluster.supervisor import Launch
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import WeightSource
-from longstride.launcher.output import say
+from longstride.launcher.output import counting, say
 from longstride.launcher.verbs import TRUST_OPTION
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # without a number of processes, the deepspeed launcher takes all of these
@@ -217,7 +217,8 @@ class LocalRanks:
                 self._use_gpus(processes or self._accelerators)
 
     def __str__(self) -> str:
-        return _counted(self._processes or self._accelerators) if self._processes or self._accelerators else "processes"
+        count = self._processes or self._accelerators
+        return counting.processes(count) if count else "processes"
 
     def launch(self, resume: str) -> Launch:
         """Describe how to start the ranks with a value of --resume."""
@@ -227,14 +228,14 @@ class LocalRanks:
     def shrink(self) -> str:
         """Use as many of the remaining GPUs as the batch divides over; return the number of processes in words."""
         if self._accelerators == 0:
-            return "with as many processes" if self._processes is None else f"with {_counted(self._processes)}"
+            return f"with {'as many processes' if self._processes is None else counting.processes(self._processes)}"
         available = count_accelerators()
         before = self._processes or self._accelerators
         if available >= before:
-            return f"with {_counted(before)}"
+            return f"with {counting.processes(before)}"
         taken = largest_run(self._config, {"": range(available)}, f"{available} of {self._accelerators} GPUs")
         self._use_gpus(len(taken[""]))
-        return f"with {_counted(len(taken['']))}, as {available} GPUs are left of {before}"
+        return f"with {counting.processes(len(taken['']))}, as {available} GPUs are left of {before}"
 
     def end_elsewhere(self) -> None:
         """Do nothing: the supervisor has ended all processes on this host."""
@@ -268,7 +269,7 @@ class HostRanks:
             raise ConfigError(*problems.values())
 
     def __str__(self) -> str:
-        return f"{_counted(len(self._hosts.of_ranks))} on {', '.join(self._hosts.slots)}"
+        return f"{counting.processes(len(self._hosts.of_ranks))} on {', '.join(self._hosts.slots)}"
 
     def launch(self, resume: str) -> Launch:
         """Describe how to start the ranks with a value of --resume, at a new port."""
@@ -310,10 +311,6 @@ def _launch(command: list[str], environment: dict[str, str], run: Path, started:
     # With --started, the ranks of a restart count max_seconds from the run's start.
     file = run / f".stop-{secrets.token_hex(8)}"
     return Launch([*command, f"--stop-file={file}", f"--started={started!r}"], environment, file)
-
-
-def _counted(processes: int) -> str:
-    return "1 process" if processes == 1 else f"{processes} processes"
 
 
 def largest_run(config: RunConfig, slots: Mapping[str, Sequence[int]], available: str) -> dict[str, list[int]]:

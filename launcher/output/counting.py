@@ -115,6 +115,11 @@ def flops(count: float, digits: str = ",.3g") -> str:
     return f"{count / size:{digits if prefix else ',.0f'}} {prefix}FLOP"
 
 
+def processes(count: int) -> str:
+    """Format a number of processes: 1 process, 8 processes."""
+    return f"{count:,} process{'es' if count != 1 else ''}"
+
+
 def memory(num_bytes: float) -> str:
     """Format bytes of memory with a binary prefix: 310 MiB, 2.25 GiB."""
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"

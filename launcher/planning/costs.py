@@ -124,23 +124,17 @@ class ModelWork:
 
     layers: tuple[Work, ...]  # of each block that has a mixer
     blocks: Work  # of all blocks, which activation checkpointing recomputes
-    logits: Work
-
-    @property
-    def whole(self) -> Work:
-        """The operations of the whole model."""
-        return self.blocks + self.logits
+    total: Work  # with the logits
 
 
 def work(config: ModelConfig, micro_batch: int = 1) -> ModelWork:
     """Count the operations over one context of a micro-batch, as the model's parts count them."""
     model, kinds = _one_of_each(config)
     works = {kind: model.block_work(block, micro_batch) for kind, (block, _) in kinds.items()}
-    return ModelWork(
-        tuple(works[block] for block in config.blocks() if block.mixer is not None),
-        sum((works[block] for block in config.blocks()), Work()),
-        model.logits.work(config.objective.num_predicted(config.context), micro_batch),
-    )
+    layers = tuple(works[block] for block in config.blocks() if block.mixer is not None)
+    blocks = sum((works[block] for block in config.blocks()), Work())
+    logits = model.logits.work(config.objective.num_predicted(config.context), micro_batch)
+    return ModelWork(layers, blocks, blocks + logits)
 
 
 def step_flops(work: ModelWork, config: RunConfig) -> dict[str, int]:
@@ -148,8 +142,8 @@ def step_flops(work: ModelWork, config: RunConfig) -> dict[str, int]:
     contexts = config.train.global_batch
     recomputed = config.train.activation_checkpointing or config.model.reversible
     return {
-        "forward_flops": contexts * work.whole.forward,
-        "backward_flops": contexts * work.whole.backward,
+        "forward_flops": contexts * work.total.forward,
+        "backward_flops": contexts * work.total.backward,
         "recompute_flops": contexts * work.blocks.forward if recomputed else 0,
     }
 

@@ -18,7 +18,7 @@ from longstride.launcher.checkpoints import Checkpoint, first_undamaged
 from longstride.launcher.config import RunConfig, Stage
 from longstride.launcher.data import RunSetup, WeightSource, count_targets
 from longstride.launcher.engine import build_engine
-from longstride.launcher.output import exit_codes, metrics_file, print_if_slow, say
+from longstride.launcher.output import counting, exit_codes, metrics_file, print_if_slow, say
 from longstride.launcher.planning.new import free_bytes
 from longstride.launcher.planning.plan import describe, make_plan, peak_bytes
 from longstride.launcher.ranks import FakeRanks, Ranks, check_unlocked, process_group
@@ -63,12 +63,12 @@ def start(config: RunConfig, processes: int, resume: str, source: WeightSource |
     initial = open_initial(run, checkpoint)
     plan = make_plan(run.config, [processes], device=ranks.device.type)
     print(describe(plan), flush=True)
-    count = "1 process" if processes == 1 else f"{processes} processes"
-    say(f"dry run: this process acts as the first of {count}, on {ranks.device.type}; it writes nothing")
+    count, device = counting.processes(processes), ranks.device.type
+    say(f"dry run: this process acts as the first of {count}, on {device}; it writes nothing")
     if checkpoint is not None:
         say(f"the run would continue from {checkpoint.folder}, which is complete; this step uses fresh weights")
     needed = peak_bytes(plan)
-    free = free_bytes() if ranks.device.type == "cpu" else torch.cuda.mem_get_info(ranks.device)[0]
+    free = free_bytes() if device == "cpu" else torch.cuda.mem_get_info(ranks.device)[0]
     if needed > free:
         rule = f"it takes {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} are free here; everything else is ready"
         say(f"no step is taken: {rule}")

@@ -20,6 +20,7 @@ from longstride.data_pipelines.durable import write_new
 from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.kernels import ConfigError, nearest
 from longstride.launcher.config import EXPERIMENTS, RunConfig, TrainConfig, load_config, load_content
+from longstride.launcher.output import counting
 from longstride.launcher.verbs import SIZES
 
 SCHEMA_FILE = "longstride.schema.json"  # in the folder of the configurations that name it
@@ -253,8 +254,7 @@ def _notes(content: dict[str, Any], data: Any, machine: Machine, preset: str | N
         f"Context: {model['context']:,} {unit}, {why}.",
         f"Length: {train['steps']:,} steps of {most}{train['global_batch'] * model['context']:,} {unit}, "
         f"{most}{epochs:.3g} times the data; {saved} every {train['checkpoint_every']:,}{unless}.",
-        f"Machine: {machine.words}; {machine.processes} process{'es' if machine.processes > 1 else ''} in "
-        f"{machine.precision}.",
+        f"Machine: {machine.words}; {counting.processes(machine.processes)} in {machine.precision}.",
         f"Micro-batch: {batch} context{'s' if batch > 1 else ''}{recomputed}, planned at {peak / _GIB:.2f} GiB a "
         f"process, of {machine.process_bytes / _GIB:.2f}.",
     ]

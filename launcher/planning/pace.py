@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from longstride.kernels import ConfigError
 from longstride.launcher.config import load_config, load_json_object
@@ -23,16 +22,11 @@ WARM_STEPS = 2  # the first steps also compile and allocate
 LEAST_TFLOPS, MOST_TFLOPS = 1e-6, 1e6  # per process: below any computer, and an exascale machine
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
+class Rate(NamedTuple):
     """The operations that a process achieves per second."""
 
     flops_per_second: float
     origin: str  # description
-
-    def step_seconds(self, step_flops: int, processes: int) -> float:
-        """Return the seconds of a step whose operations the processes share evenly."""
-        return step_flops / (self.flops_per_second * processes)
 
 
 def requested_rate(arguments: argparse.Namespace) -> Rate | None:
@@ -111,7 +105,7 @@ def describe(pace: dict[str, Any]) -> list[str]:
     """Format a pace as lines."""
     lines = [f"hours  {pace['origin']}"]
     for row in pace["rows"]:
-        many = f"{row['processes']:,} process{'es' if row['processes'] > 1 else ''}"
         total = "" if row["run_seconds"] is None else f", {counting.duration(row['run_seconds'])} in all"
-        lines.append(f"  {many}: {counting.step_duration(row['step_seconds'])} a step{total}")
+        step = counting.step_duration(row["step_seconds"])
+        lines.append(f"  {counting.processes(row['processes'])}: {step} a step{total}")
     return [*lines, "  without evaluations, checkpoints and the start"]

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     stages = plan["stages"]
     if rate is not None:
         for stage in stages:
-            stage["seconds"] = {count: rate.step_seconds(stage["flops"], count) for count in processes}
+            stage["seconds"] = {count: stage["flops"] / (rate.flops_per_second * count) for count in processes}
     elif arguments.measure:
         from longstride.launcher.planning import measuring
 

@@ -207,8 +207,7 @@ def _plan(run: PageRun) -> dict[str, Any]:
     """Return the planned figures of a run next to the measured ones, and why there is no plan."""
     answer = run.answers.plan or Answer("", None, "left out by --quick")
     plan = answer.content if isinstance(answer.content, dict) else {}
-    count = processes_of(run.record)
-    head = f"planned on {plan['device']}, {count} process{'es' if count > 1 else ''}" if plan else "planned"
+    head = f"planned on {plan['device']}, {counting.processes(processes_of(run.record))}" if plan else "planned"
     return {"answer": answer, "head": head, "rows": _plan_rows(run.record, plan)}
 
 

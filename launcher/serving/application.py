@@ -252,8 +252,8 @@ class Service:
 
         async def send(batch: list[Event], events: asyncio.Queue[Event]) -> None:
             await response.prepare(request)
-            if head := output.head():
-                await response.write(head)
+            if output.head:
+                await response.write(output.head)
             while True:
                 while not events.empty():  # each write has all events that have come by then
                     batch.append(events.get_nowait())
@@ -292,11 +292,7 @@ class _Lines:
     content_type = "application/x-ndjson"
 
     def __init__(self, sample: SampleRequest) -> None:
-        self._sample, self._sampled = sample, 0  # bytes written
-
-    def head(self) -> bytes:
-        """Return the line with the seed and the number of bytes."""
-        return _line({"seed": self._sample.seed, "bytes": self._sample.count})
+        self.head, self._sampled = _line({"seed": sample.seed, "bytes": sample.count}), 0  # bytes written
 
     def encode(self, events: list[Event]) -> tuple[bytes, bool]:
         """Encode events, and say whether the answer is complete."""
@@ -317,14 +313,10 @@ class _Lines:
 class _Chunks:
     """Completions as server-sent events in OpenAI's format."""
 
-    content_type = "text/event-stream"
+    content_type, head = "text/event-stream", b""
 
     def __init__(self, completion: Completion) -> None:
         self._completion = completion
-
-    def head(self) -> bytes:
-        """Return nothing."""
-        return b""
 
     def encode(self, events: list[Event]) -> tuple[bytes, bool]:
         """Encode events as a chunk of each choice with new text; say whether the answer is complete."""

@@ -90,13 +90,13 @@ class Trainer:
         first, begin = engine.global_steps, time.monotonic()
         evaluation_is_missing = lacks_evaluation(first, run)
         self._open_batches(state)
-        config, world_size, shared = run.config, run.ranks.world_size, run.ranks.sequence_parallel
+        config, shared = run.config, run.ranks.sequence_parallel
         numel = sum(getattr(tensor, "ds_numel", tensor.numel()) for tensor in engine.module.parameters())
         numel += engine.tables.shape.numel() if engine.tables is not None else 0
         place = f"{engine.device.type}, {shared} share each context" if shared > 1 else engine.device.type
         self._recorder.say(
-            f"{numel:,} parameters, context {config.model.context:,}, {world_size} process"
-            f"{'es' if world_size > 1 else ''} on {place}, ZeRO {config.zero_stage}, {config.precision}"
+            f"{numel:,} parameters, context {config.model.context:,}, {counting.processes(run.ranks.world_size)} "
+            f"on {place}, ZeRO {config.zero_stage}, {config.precision}"
         )
         self._response = GuardResponse(run, engine, self._guards, self._plateau, self._recorder, self._state)
         steps_left = config.train.last_step - engine.global_steps

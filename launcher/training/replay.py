@@ -26,7 +26,7 @@ from longstride.launcher.data import GlobalBatch, RunSetup
 from longstride.launcher.engine import build_engine
 from longstride.launcher.identity import check_matches
 from longstride.launcher.models import ModelData
-from longstride.launcher.output import exit_codes, exit_on_mistake, file_names, metrics_file, say
+from longstride.launcher.output import counting, exit_codes, exit_on_mistake, file_names, metrics_file, say
 from longstride.launcher.ranks import process_group
 from longstride.launcher.training import loop
 from longstride.launcher.training.guards import Guards, Incident, as_number, read_incidents
@@ -133,9 +133,8 @@ def find_record(run: Path, step: int) -> Record | None:
 def check_processes(incident: Incident, world_size: int, sequence_parallel: int | None) -> None:
     """Raise ConfigError unless a replay without a checkpoint, which has its own check, has as many processes."""
     if (incident.world_size, incident.sequence_parallel) != (world_size, sequence_parallel):
-        count = f"{incident.world_size} process{'es' if incident.world_size > 1 else ''}"
-        count += f", {incident.sequence_parallel} to a context" if incident.sequence_parallel else ""
-        rule = f"the step was taken by {count}; a replay needs as many"
+        shared = f", {incident.sequence_parallel} to a context" if incident.sequence_parallel else ""
+        rule = f"the step was taken by {counting.processes(incident.world_size)}{shared}; a replay needs as many"
         raise ConfigError(f"--replay={incident.step}: {rule}")
 
 

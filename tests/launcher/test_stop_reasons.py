@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from longstride.launcher.stops import LEAVE_AT_ONCE, LauncherGone, StopFile, TimeIsUp
+from longstride.launcher.stops import LEAVE_AT_ONCE, LauncherGone, StopFile, time_is_up
 
 
 def test_time_is_up_after_so_many_seconds_of_the_process() -> None:
-    assert TimeIsUp(60.0, started=time.time())() is None
-    assert TimeIsUp(60.0, started=time.time() - 59.0)() is None
-    assert TimeIsUp(60.0, started=time.time() - 61.0)() == "train.max_seconds=60"
+    assert time_is_up(60.0, started=time.time())() is None
+    assert time_is_up(60.0, started=time.time() - 59.0)() is None
+    assert time_is_up(60.0, started=time.time() - 61.0)() == "train.max_seconds=60"
 
 
 def test_stop_file_carries_the_reason_and_goes_with_its_folder(tmp_path: Path) -> None:
