@@ -41,30 +41,16 @@ PPMD_ORDER_AND_MEMORY = 24, 1 << 30  # it holds all contexts of the sources; wit
 FILES, FILE_BYTES = 3, 20_000  # number and approximate length of the compressed files
 
 
-class StageError(RuntimeError):
-    """The command of a stage failed, and has printed the reason."""
-
-
-def main() -> int:
-    """Run every stage; return the exit code."""
+def main() -> None:
+    """Run every stage, and print a summary."""
     folder = new_folder(ROOT / "runs")
     started = time.monotonic()
-    try:
-        report = run_stages(folder)
-    except StageError as error:
-        say(f"demo: {error}")
-        return 1
-    print(report)
+    print(run_stages(folder))
     print(f"  whole demo        {time.monotonic() - started:.0f} s, in {folder}")
-    return 0
 
 
 def run_stages(folder: Path) -> str:
-    """Create shards, a run, a model and pictures; return a summary of the results.
-
-    Raises:
-        StageError: a command failed.
-    """
+    """Create shards, a run, a model and pictures; return a summary of the results."""
     trained, exported = folder / "train", folder / "model"
     sources = sysconfig.get_paths()["stdlib"]
     stage("data", "build", sources, "--exclude", "site-packages", "--output", DATA)
@@ -167,11 +153,7 @@ def by_position(scored: dict[str, Any]) -> list[str]:
 
 
 def compressed_files(folder: Path, model: Path) -> list[str]:
-    """Compress some held-out files and decompress them; return a table of their sizes.
-
-    Raises:
-        StageError: a command failed, or a file was not restored.
-    """
+    """Compress some held-out files and decompress them; return a table of their sizes."""
     folder.mkdir()
     documents = sample_documents(DATA, "validation", 24)
     lines, totals = [f"  {'':<24}{'bytes':>8}{'longstride':>12}{'xz -9':>8}{'gzip -9':>9}"], [0, 0, 0, 0]
@@ -182,7 +164,7 @@ def compressed_files(folder: Path, model: Path) -> list[str]:
         stage("compress", file, "--model", model, "--output", packed)
         stage("decompress", packed, "--model", model, "--output", back)
         if back.read_bytes() != content:
-            raise StageError(f"{packed} was not decompressed to the original file")
+            sys.exit(f"longstride: demo: {packed} was not decompressed to the original file")
         others = len(lzma.compress(content, preset=9)), len(gzip.compress(content, 9))
         sizes = [len(content), packed.stat().st_size, *others]
         totals = [total + size for total, size in zip(totals, sizes, strict=True)]
@@ -196,16 +178,12 @@ def sizes_line(name: str, sizes: Sequence[int]) -> str:
 
 
 def stage(*words: object, capture: bool = False) -> str:
-    """Run `longstride WORDS …`; return its standard output if ``capture``, else print it.
-
-    Raises:
-        StageError: the command failed.
-    """
+    """Run `longstride WORDS …`; return its standard output if ``capture``, else print it. End the demo if it fails."""
     command = [sys.executable, "-m", "longstride.launcher.cli", *map(str, words)]
     print(f"\n$ longstride {shlex.join(map(str, words))}", flush=True)
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE if capture else None, text=True)
-    if result.returncode:
-        raise StageError(f"{words[0]} failed with exit code {result.returncode}")
+    if result.returncode:  # it has printed the reason
+        sys.exit(f"longstride: demo: {words[0]} failed with exit code {result.returncode}")
     return result.stdout or ""
 
 
@@ -220,4 +198,4 @@ def new_folder(parent: Path) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

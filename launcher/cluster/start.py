@@ -122,10 +122,10 @@ def run_with_restarts(
     ``supervise`` runs a launch to its end. ``stop_seconds`` is how long ranks that have lost their launcher may take to
     save and end.
     """
-    option = ResumeOption(run, resume)
     furthest = Progress(saved=0 if resume == "never" else read_progress(run).saved, recorded=0)
     restarts, in_vain, wait = max_restarts, 0, _FIRST_WAIT_SECONDS
     launch, placed = placement.launch(resume), ""
+    resume = "auto" if resume == "never" else resume
     ended, attempted = supervise(launch), True
     while True:
         if ended.code not in exit_codes.RESTARTABLE or max_restarts == 0:
@@ -135,6 +135,8 @@ def run_with_restarts(
         if attempted:
             before, furthest = furthest, Progress(*map(max, furthest, read_progress(run)))
             in_vain, wait = (0, _FIRST_WAIT_SECONDS) if furthest != before else (in_vain + 1, wait)
+            if ended.has_begun:  # it has moved aside whatever was beyond the step from which it resumed
+                resume = "auto"
         if in_vain == _MOST_IN_VAIN:
             step = furthest.saved
             rule = f"{in_vain} attempts in a row did not get beyond step {step}; no more restarts"
@@ -150,7 +152,6 @@ def run_with_restarts(
             vacate(run, launch.stop_file, request, stop_seconds, placement.end_elsewhere)
             if request.signal is not None:
                 return exit_codes.STOPPED if request.at_once else exit_codes.REQUEUE
-            resume = option.for_restart()
             launch = placement.launch(resume)
         except NoHostAnswersError as error:
             say(f"ended: {ended.description}; {error}; restarts left: {restarts}")
@@ -209,29 +210,6 @@ def vacate(
             check_unlocked(run)
     finally:
         file.remove()
-
-
-class ResumeOption:
-    """The value of --resume for each attempt: the user's until the run has begun, then the newest checkpoint.
-
-    A run that begins moves aside whatever is beyond its first step, and then replaces config.json.
-    """
-
-    def __init__(self, run: Path, resume: str) -> None:
-        self._config = run / file_names.CONFIG
-        self._resume, self._before = "auto" if resume == "never" else resume, self._identity()
-
-    def for_restart(self) -> str:
-        """Return the value for an attempt after the first."""
-        if self._identity() != self._before:
-            self._resume = "auto"
-        return self._resume
-
-    def _identity(self) -> tuple[int, int] | None:
-        with suppress(OSError), open_plain(self._config, follow_links=False) as file:
-            status = os.fstat(file.fileno())  # of an open file, as NFS caches those of a path
-            return status.st_ino, status.st_mtime_ns
-        return None
 
 
 class Progress(NamedTuple):

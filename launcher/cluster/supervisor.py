@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -50,6 +50,7 @@ class Outcome:
     code: int  # one of exit_codes
     description: str
     ended_before_first_step: bool = False  # a stop came before the first step of the launch
+    has_begun: bool = field(default=False, compare=False)  # whether the run took steps
 
 
 class StopRequest:
@@ -116,7 +117,9 @@ def supervise(launch: Launch, request: StopRequest, timeout_seconds: float, is_d
                     return _end_unbegun(launch, child, file)
         if request.at_once:
             return Outcome(exit_codes.STOPPED, "left at once")
-        return outcome_of(child.returncode, request.signal, is_done=not orphaned and is_done(), orphaned=orphaned)
+        done = not orphaned and is_done()
+        ended = outcome_of(child.returncode, request.signal, is_done=done, orphaned=orphaned)
+        return replace(ended, has_begun=file.has_begun())
     finally:
         end = time.monotonic() + _KILL_SECONDS
         while (alive := _descendants()) and time.monotonic() < end:  # also those that they start meanwhile

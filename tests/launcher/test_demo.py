@@ -19,7 +19,7 @@ def test_each_demo_gets_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_failed_stage_ends_the_demo(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(demo.StageError, match="export failed with exit code 2"):
+    with pytest.raises(SystemExit, match="export failed with exit code 2"):
         demo.stage("export", "nowhere", "--output", "model")
     assert "longstride: error: nowhere: no such run folder" in capfd.readouterr().err
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import write_json
 from longstride.launcher.cluster import start
 from longstride.launcher.cluster.placement import NoHostAnswersError
-from longstride.launcher.cluster.start import ResumeOption, run_with_restarts
+from longstride.launcher.cluster.start import run_with_restarts
 from longstride.launcher.cluster.supervisor import Launch, Outcome, StopRequest
 from longstride.launcher.output import exit_codes
 from tests.harness.lines import step_line, write_metrics
@@ -37,6 +36,7 @@ class Played:
     def __init__(self, run: Path, attempts: list[Attempt], monkeypatch: pytest.MonkeyPatch) -> None:
         self.run, self.attempts = run, attempts
         self.resumed: list[str] = []
+        self.begun: list[bool] = []  # whether each attempt took steps
         self.waited: list[float] = []
         self.vacated: list[Path] = []
         self.lost: Callable[[], str] = lambda: "with 2 processes"
@@ -58,7 +58,9 @@ class Played:
         pytest.fail("is for vacate, which is replaced")
 
     def _supervise(self, _: Launch) -> Outcome:
-        return Outcome(self.attempts[len(self.resumed) - 1](), "a process was ended by SIGKILL")
+        number = len(self.resumed) - 1
+        code, has_begun = self.attempts[number](), number < len(self.begun) and self.begun[number]
+        return Outcome(code, "a process was ended by SIGKILL", has_begun=has_begun)
 
     def _stop_comes(self, request: StopRequest, seconds: float) -> bool:
         self.waited.append(seconds)
@@ -195,15 +197,22 @@ def test_host_that_is_cut_off_from_all_others_asks_them_again(
     assert capsys.readouterr().err.endswith("ended: no host answers; all 2 restarts are used\n")
 
 
-@pytest.mark.parametrize("resume", ["4", "best"])
-def test_step_to_resume_from_is_kept_until_the_run_has_begun(tmp_path: Path, resume: str) -> None:
-    """A run that begins moves aside what lies beyond its step, and then replaces config.json."""
-    write_json(tmp_path / "config.json", {})
-    option = ResumeOption(tmp_path, resume)
-    assert option.for_restart() == option.for_restart() == resume
-    write_json(tmp_path / "config.json", {})
-    assert option.for_restart() == option.for_restart() == "auto"
-    assert ResumeOption(tmp_path, "never").for_restart() == "auto"
+@pytest.mark.parametrize("resume", ["4", "best", "never"])
+def test_step_to_resume_from_is_kept_until_the_run_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
+) -> None:
+    """A run that begins moves aside what lies beyond its step."""
+    steps = iter(range(1, 5))
+
+    def further() -> int:
+        record(tmp_path, next(steps))
+        return exit_codes.HUNG
+
+    played = Played(tmp_path, [further] * 4, monkeypatch)
+    played.begun = [False, False, True, False]
+    assert played.go(3, resume) == exit_codes.HUNG
+    again = "auto" if resume == "never" else resume
+    assert played.resumed == [resume, again, again, "auto"]
 
 
 class Elsewhere:
