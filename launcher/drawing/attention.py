@@ -8,6 +8,7 @@ Letters: N positions of the context, P shown queries.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,13 +22,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from longstride.data_pipelines.errors import DataError
-from longstride.data_pipelines.order import read_context
 from longstride.data_pipelines.palette import Palette
-from longstride.data_pipelines.shards import DataFolder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import open_checkpoint
-from longstride.launcher.data import check_location
 from longstride.launcher.drawing.kinds import words_of
 from longstride.launcher.drawing.pattern import (
     VIEW_COLUMNS,
@@ -41,12 +38,12 @@ from longstride.launcher.drawing.pattern import (
     trained_model,
     view_inches,
 )
-from longstride.launcher.identity import compare_data, open_data, trained_on
+from longstride.launcher.evaluation import evaluate
+from longstride.launcher.identity import trained_on
 from longstride.launcher.models import TRAINED, Exported, ModelData, is_export, load_model
-from longstride.launcher.output import say
 from longstride.launcher.pictures import FAINT, plt, styled
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import SparseTransformer
 
 MOST_QUERIES = 6  # rows of views
 DEFAULT_QUERIES = 4
@@ -99,10 +96,11 @@ def draw_attention(
         for option, value in (("--step", step), ("--weights", None if weights == TRAINED else weights)):
             if value is not None:
                 raise ConfigError(f"{option}={value}: {source} is an export, which has its own weights; leave it out")
-        subject = of_export(source, context_number or 0, data, text, trusted)
+    if text is None:
+        options = argparse.Namespace(run=source, step=step, weights=weights, data=data, trust_checkpoint=trusted)
+        model, tokens, read, name = _open_context(options, context_number or 0)
     else:
-        subject = of_run(source, step, context_number or 0, weights, data, text, trusted)
-    model, tokens, read, name = subject
+        model, tokens, read, name = _open_text(source, step, weights, text, trusted)
     palette, unit = read.palette, "byte" if read.palette is None else read.unit
     if head is not None:
         check_number("--head", head, model.config.heads, "a head of the model")
@@ -119,68 +117,45 @@ def draw_attention(
     return draw_matrices(model, tokens, head, title, unit)
 
 
-def of_run(
-    run: Path, step: Step, number: int, weights: str, data: str | None, text: Path | None, trusted: bool
-) -> Subject:
-    """Open a run's checkpoint, and context ``number`` of its validation split, of ``data``, or of a ``text``.
+def _open_context(options: argparse.Namespace, number: int) -> Subject:
+    """Open the model of the options of `evaluate`, and a context of the validation split.
 
     Raises:
-        ConfigError: no such checkpoint, or the text or the data does not fit the model.
+        ConfigError: no such model, or no data that fits it.
         DataError: no such context, or data that cannot be read.
     """
-    checkpoint = open_checkpoint(run, step, trusted=trusted)
-    config = checkpoint.config
-    name = f"{run.resolve().name}, step {checkpoint.manifest.step}"
-    if text is not None:
-        identity = trained_on(checkpoint)
-        tokens, name = _read_text(text, identity, config.model), f"{name}: {text.name}"
-    else:
-        folder, _ = open_data(checkpoint, data, Ranks())
-        identity, split = folder.identity, config.data.validation_split
-        if not folder.has_split(split):
-            rule = f"the data has no split {split!r}; name data that has it, or give --text FILE"
-            raise ConfigError(f"--data={data or config.data.path}: {rule}")
-        tokens, name = folder.context(number), f"{name}, {split}: context {number}"
-    return Subject(trained_model(checkpoint, weights), tokens, identity, name)
+    if options.data is None and is_export(options.run):
+        raise ConfigError(f"{options.run}: an exported model does not include data; give --data DIR or --text FILE")
+    opened = evaluate.open_subject(options, Ranks())
+    split = opened.config.data.validation_split
+    if not opened.data.has_split(split):
+        rule = f"the data has no split {split!r}; name data that has it, or give --text FILE"
+        raise ConfigError(f"--data={options.data or opened.config.data.path}: {rule}")
+    tokens = opened.data.context(number)
+    step, _, weights = opened.load()
+    config = opened.config.model.model_copy(update={"backend": "auto"})
+    model = evaluate.model_of(config, weights, "fp32", torch.device("cpu"))
+    name = f"{options.run.resolve().name}, step {step}, {split}: context {number}"
+    return Subject(model, tokens, opened.data.identity, name)
 
 
-def of_export(source: Path, number: int, data: str | None, text: Path | None, trusted: bool = False) -> Subject:
-    """Open an exported model, and context ``number`` of the validation split of ``data``, or of a ``text``.
+def _open_text(source: Path, step: Step, weights: str, text: Path, trusted: bool) -> Subject:
+    """Open a run's checkpoint or an exported model, and the first bytes of a text.
 
-    Raises:
-        ConfigError: an incomplete export, or one with code that is not ``trusted``; neither data nor a text, or one
-            that does not fit the model.
-        DataError: no such context, or data that cannot be read.
+    ConfigError: no such model, or the text does not fit it.
     """
-    exported = Exported(source, trust_code=trusted)
-    config, name = exported.config, source.resolve().name
-    identity = ModelData.of(exported.content, config)
-    if text is not None:
-        tokens, name = _read_text(text, identity, config), f"{name}: {text.name}"
-    elif data is None:
-        raise ConfigError(f"{source}: an exported model does not include data; give --data DIR or --text FILE")
+    name = source.resolve().name
+    if is_export(source):
+        read = ModelData.of((exported := Exported(source, trust_code=trusted)).content, exported.config)
+        model = load_model(source, dtype=torch.float32, trust_code=trusted)
     else:
-        check_location(data)
-        folder = DataFolder(data)
-        differences, rule = compare_data(identity, ModelData.of_folder(folder), f"--data={data}", "model")
-        if differences:
-            say(f"notice: --data={data}: {rule}")
-        try:
-            tokens = read_context(folder, "validation", number, context=config.context)
-        except DataError as error:
-            raise DataError(str(error).replace("context_number=", "--context-number=")) from None
-        if (byte := int(tokens.max())) >= config.vocabulary:
-            rule = f"contains byte {byte}, but the model knows bytes below {config.vocabulary}; name other data"
-            raise DataError(f"--data={data}: {rule}")
-        name = f"{name}: {folder.store.location.rstrip('/').rpartition('/')[2]}, validation, context {number}"
-    model = load_model(source, dtype=torch.float32, trust_code=trusted)
-    return Subject(model, tokens, identity, name)
-
-
-def _read_text(text: Path, identity: ModelData, config: ModelConfig) -> Tensor:
-    if identity.modality.name != "text":
-        raise ConfigError(f"--text={text}: the model reads {identity.modality.words}; give --data DIR")
-    return read_text(text, config.context, config.vocabulary)
+        checkpoint = open_checkpoint(source, step, trusted=trusted)
+        read, model = trained_on(checkpoint), trained_model(checkpoint, weights)
+        name += f", step {checkpoint.manifest.step}"
+    if read.modality.name != "text":
+        raise ConfigError(f"--text={text}: the model reads {read.modality.words}; give --data DIR")
+    tokens = read_text(text, model.config.context, model.config.vocabulary)
+    return Subject(model, tokens, read, f"{name}: {text.name}")
 
 
 def spread(length: int, count: int) -> list[int]:
