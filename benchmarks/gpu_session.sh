@@ -157,7 +157,7 @@ part_1() {
     skip memcheck "compute-sanitizer is not installed"
   fi
   tests small-contexts 200 "${workers[@]}" tests/kernels/test_conformance.py tests/kernels/test_triton_attention.py \
-    tests/kernels/test_triton_selections.py tests/kernels/test_triton_recording.py tests/kernels/test_grouped_heads.py \
+    tests/kernels/test_triton_selections.py tests/kernels/test_grouped_heads.py \
     tests/kernels/test_nonfinite.py tests/kernels/test_decoding.py -k triton
 }
 part_2() {

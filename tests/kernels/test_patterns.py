@@ -1,77 +1,214 @@
-"""Patterns against the paper's equations, and their parts against their masks."""
+"""Patterns against their definitions in loops, their closed forms, and their JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, reduce
+from typing import Any
 
 import pytest
 import torch
 
-from longstride.kernels import ConfigError
+from longstride.kernels import ConfigError, num_pairs
 from longstride.kernels.forms import Bounds, Fold
 from longstride.kernels.patterns import (
     PATTERNS,
+    BigBird,
     Block,
     Column,
     Dense,
     Fixed,
     Local,
+    Longformer,
+    LongNet,
     Pattern,
     Strided,
     Summary,
+    declares_causal,
     pattern_from_json,
     pattern_to_json,
 )
-from tests.harness.oracles import all_patterns, mask_of
+from longstride.testing.patterns import require_parts_make_the_mask
+from tests.harness.oracles import all_patterns, mask_of, two_sided_patterns
 
 NAMES = ", ".join(PATTERNS)
+Reads = Callable[[int, int, int], bool]  # head, query, key; a causal pattern reads no later key besides
 
 
-def papers_keys(kind: str, i: int, l: int, c: int, g: int) -> set[int]:  # noqa: E741  the paper's letters
-    """The keys of query i as the table of the paper counts them out; g is the head's summary sub-block."""
-    local = set(range(max(0, i - l + 1), i + 1))
-    column = set(range(i % l, i + 1, l))
-    block = set(range(i // l * l, i + 1))
-    ends = {start + t for start in range(0, i + 1, l) for t in range(l - c * (g + 1), l - c * g)} & set(range(i + 1))
+def near(window: int, dilation: int = 1) -> Reads:
+    return lambda head, i, j: abs(i - j) in range(0, window * dilation, dilation)
+
+
+def multiples(stride: int) -> Reads:
+    return lambda head, i, j: (i - j) % stride == 0
+
+
+def powers(stride: int, factors: int, window: int) -> Reads:
+    """A window, then for every further factor its multiples, as many as there are below the next power."""
+    far = [near(stride, stride**p) for p in range(1, factors - 1)]
+    return any_of(near(window), *far, multiples(stride ** (factors - 1)))
+
+
+def in_block(stride: int) -> Reads:
+    return lambda head, i, j: i // stride == j // stride
+
+
+def summaries(stride: int, count: int, sub_blocks: int = 1) -> Reads:
+    return lambda head, i, j: 0 < stride - j % stride - count * (head % sub_blocks) <= count
+
+
+def first(count: int) -> Reads:
+    return lambda head, i, j: i < count or j < count
+
+
+def any_of(*several: Reads) -> Reads:
+    return lambda head, i, j: any(reads(head, i, j) for reads in several)
+
+
+def before_target(stride: int, count: int) -> Reads:
+    """The tokens at the first multiples of the stride before token i; row j holds token j - 1, and row 0 none."""
+    return lambda head, i, j: j >= 1 and (i - (j - 1)) in range(stride, stride * (count + 1), stride)
+
+
+def powers_before_target(stride: int, factors: int, window: int) -> Reads:
+    far = [before_target(stride**p, stride) for p in range(1, factors - 1)]
+    return any_of(near(window), *far, before_target(stride ** (factors - 1), 1000))
+
+
+def segments(*members: tuple[int, int]) -> Reads:
+    def reads(head: int, i: int, j: int) -> bool:
+        return any(
+            i // length == j // length and {(i - head) % dilation, (j - head) % dilation} == {0}
+            for length, dilation in members
+        )
+
+    return reads
+
+
+def mixed(state: int, value: int) -> int:
+    """The documented hash, in Python's own integers."""
+    x = (state + value + 0x9E3779B9) % 2**32
+    x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+    x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+    return x ^ x >> 16
+
+
+def blocks(size: int, window: int, count: int, random: int, seed: int, context: int | None = None) -> Reads:
+    """Blocks nearby, first blocks, and some of the others; without a context, of the others before."""
+
+    @cache
+    def drawn(head: int, block: int) -> list[int]:
+        end = block if context is None else -(-context // size)
+        others = [b for b in range(count, end) if abs(block - b) >= window]
+        state = reduce(mixed, (seed, head, block), 0)
+        return [others.pop(mixed(state, n) % len(others)) for n in range(min(random, len(others)))]
+
+    def reads(head: int, i: int, j: int) -> bool:
+        block, other = i // size, j // size
+        is_near = block < count or other < count or abs(block - other) < window
+        return is_near or other in drawn(head, block)
+
+    return reads
+
+
+CAUSAL: dict[Pattern, Reads] = {
+    Column(1, "target"): before_target(1, 1000),
+    Column(7, "target"): before_target(7, 1000),
+    Column(8, "target"): before_target(8, 1000),
+    Column(200, "target"): before_target(200, 1000),
+    Local(5, 3, "target"): before_target(3, 5),
+    Local(60, 7, "target"): before_target(7, 60),
+    Local(3, 1, "target"): near(3),
+    Strided(8, align="target"): powers_before_target(8, 2, 8),
+    Strided(8, "paper", align="target"): powers_before_target(8, 2, 9),
+    Strided(4, num_factors=3, align="target"): powers_before_target(4, 3, 4),
+    Strided(2, "paper", 5, "target"): powers_before_target(2, 5, 3),
+    Strided(1, "paper", 3, "target"): powers_before_target(1, 3, 2),
+    Strided(50, num_factors=4, align="target"): powers_before_target(50, 4, 50),
+    Longformer(5, 4, 1, "target"): any_of(first(1), before_target(4, 5)),
+    Longformer(5, 4, 9, "target"): any_of(first(9), before_target(4, 5)),
+    Longformer(3, 8, 6, "target"): any_of(first(6), before_target(8, 3)),
+    Longformer(1, 3, 60, "target"): any_of(first(60), before_target(3, 1)),
+    Longformer(7, 1, 2, "target"): any_of(first(2), near(7)),
+    LongNet((6,), (1,)): segments((6, 1)),
+    LongNet((4, 8, 24), (1, 2, 4)): segments((4, 1), (8, 2), (24, 4)),
+    LongNet((6, 12), (1, 6)): segments((6, 1), (12, 6)),
+    LongNet((2, 6, 48), (1, 1, 2)): segments((2, 1), (6, 1), (48, 2)),
+    BigBird(4, 2, 1, 2): blocks(4, 2, 1, 2, 0),
+    BigBird(3, 1, 0, 3, seed=2**32 - 1): blocks(3, 1, 0, 3, 2**32 - 1),
+    BigBird(1, 1, 1, 1, seed=7): blocks(1, 1, 1, 1, 7),
+    BigBird(4, 2, 1, 2, context=96, causal=False): blocks(4, 2, 1, 2, 0, 96),
+    BigBird(3, 1, 0, 3, seed=2**32 - 1, context=50, causal=False): blocks(3, 1, 0, 3, 2**32 - 1, 50),
+    BigBird(1, 1, 2, 1, seed=7, context=60, causal=False): blocks(1, 1, 2, 1, 7, 60),
+}  # and those that differ by more than their causality
+
+
+def either_way(causal: bool) -> dict[Pattern, Reads]:
+    """Patterns that have a causal and a two-sided form of one definition."""
     return {
-        "dense": set(range(i + 1)),
-        "local": local,
-        "column": column,
-        "strided": local | column,
-        "strided paper": set(range(max(0, i - l), i + 1)) | column,
-        "block": block,
-        "summary": ends,
-        "summary with self": ends | {i},
-        "fixed": block | ends,
-    }[kind]
-
-
-def papers_patterns(stride: int, c: int, num_summaries: int) -> dict[str, Pattern]:
-    return {
-        "dense": Dense(),
-        "local": Local(stride),
-        "column": Column(stride),
-        "strided": Strided(stride),
-        "strided paper": Strided(stride, "paper"),
-        "block": Block(stride),
-        "summary": Summary(stride, c, num_summaries),
-        "summary with self": Summary(stride, c, num_summaries, include_self=True),
-        "fixed": Fixed(stride, c, num_summaries),
+        Dense(causal=causal): lambda head, i, j: True,
+        **{Local(window, causal=causal): near(window) for window in (1, 3, 7, 60)},
+        Local(2**62, causal=causal): near(1000),
+        Local(2, 8, causal=causal): near(2, 8),
+        Local(5, 3, causal=causal): near(5, 3),
+        Local(60, 7, causal=causal): near(60, 7),
+        Local(3, 200, causal=causal): near(3, 200),
+        **{Column(stride, causal=causal): multiples(stride) for stride in (1, 7, 8, 2**40)},
+        **{Strided(stride, causal=causal): powers(stride, 2, stride) for stride in (1, 3, 8, 60)},
+        **{Strided(stride, "paper", causal=causal): powers(stride, 2, stride + 1) for stride in (1, 4, 7)},
+        Strided(4, num_factors=3, causal=causal): powers(4, 3, 4),
+        Strided(2, num_factors=5, causal=causal): powers(2, 5, 2),
+        Strided(4, "paper", 3, causal=causal): powers(4, 3, 5),
+        Strided(2, "paper", 5, causal=causal): powers(2, 5, 3),
+        Strided(1, "paper", 3, causal=causal): powers(1, 3, 2),
+        Strided(50, num_factors=4, causal=causal): powers(50, 4, 50),
+        **{Block(stride, causal=causal): in_block(stride) for stride in (1, 8, 9, 2**40)},
+        **{
+            pattern: any_of(summaries(*sizes), *others)
+            for sizes in ((1, 1, 1), (3, 1, 3), (4, 4, 1), (8, 3, 2), (9, 2, 3))
+            for pattern, others in (
+                (Summary(*sizes, causal=causal), ()),
+                (Summary(*sizes, include_self=True, causal=causal), (near(1),)),
+                (Fixed(*sizes, causal=causal), (in_block(sizes[0]),)),
+            )
+        },
+        Fixed(2**40, 3, causal=causal): in_block(1000),
+        Longformer(7, causal=causal): any_of(near(7), first(1)),
+        Longformer(5, globals=9, causal=causal): any_of(near(5), first(9)),
+        Longformer(5, 4, causal=causal): any_of(near(5, 4), first(1)),
+        Longformer(60, 2, causal=causal): any_of(near(60, 2), first(1)),
+        Longformer(5, 4, 8, causal=causal): any_of(near(5, 4), first(8)),
+        Longformer(3, 8, 6, causal=causal): any_of(near(3, 8), first(6)),
+        Longformer(1, 3, 60, causal=causal): any_of(near(1), first(60)),
+        BigBird(5, 3, 2, 0, causal=causal): blocks(5, 3, 2, 0, 0),
     }
 
 
-@pytest.mark.parametrize("stride, c, num_summaries", [
-    (1, 1, 1), (3, 1, 1), (3, 1, 3), (4, 2, 2), (4, 4, 1), (8, 2, 3), (8, 3, 2), (9, 1, 5), (60, 20, 1),
-])  # fmt: skip
-@pytest.mark.parametrize("context", [1, 2, 8, 9, 27])
-def test_masks_of_every_head_equal_the_papers_sets(stride: int, c: int, num_summaries: int, context: int) -> None:
-    for kind, pattern in papers_patterns(stride, c, num_summaries).items():
-        for head in range(2 * num_summaries):
-            found = mask_of(pattern.for_head(head), context)
-            for i in range(context):
-                keys = set(found[i].nonzero().flatten().tolist())
-                assert keys == papers_keys(kind, i, stride, c, head % num_summaries), (kind, head, i)
+DEFINITIONS = CAUSAL | either_way(True) | either_way(False)
 
 
-def test_an_unresolved_pattern_has_no_mask() -> None:
-    with pytest.raises(ValueError, match="resolve it first"):
-        mask_of(Summary(12, 2, num_summaries=3), 24)
+@pytest.mark.parametrize("pattern", DEFINITIONS, ids=str)
+@pytest.mark.parametrize("context", [1, 8, 25, 96])
+def test_masks_are_those_of_the_definitions_and_parts_those_of_the_masks(pattern: Pattern, context: int) -> None:
+    """96 is a multiple of nearly all sizes, the others of few."""
+    for head in (0, 1, 5):
+        resolved = pattern.for_head(head)
+        keys = [range(i + 1 if declares_causal(pattern) else context) for i in range(context)]
+        reads = [[j in keys[i] and DEFINITIONS[pattern](head, i, j) for j in range(context)] for i in range(context)]
+        assert torch.equal(mask_of(resolved, context), torch.tensor(reads)), head
+        require_parts_make_the_mask(resolved, context)
+        assert num_pairs(resolved, context) == sum(map(sum, reads))
+        if resolved == pattern:
+            break
+
+
+def test_heads_that_differ_must_be_chosen() -> None:
+    for pattern in (Summary(12, 2, num_summaries=3), LongNet((4, 8), (1, 2)), BigBird(4, 1, 1, 1)):
+        with pytest.raises(ValueError, match="resolve it first"):
+            mask_of(pattern, 8)
+
+
+# Closed forms
 
 
 def has_a_row(inverse: Fold, position: torch.Tensor) -> torch.Tensor:
@@ -102,78 +239,49 @@ def test_whole_blocks_need_no_vectors(pattern: Pattern) -> None:
             assert isinstance(part.by_query(72), Bounds) and not any(isinstance(each, torch.Tensor) for each in orders)
 
 
-def two_hops(earlier: Pattern, later: Pattern, context: int, residual: bool = False) -> torch.Tensor:
-    """(N, N) bool: in the later layer i reads some m, and in the earlier one m has read j (section 4.2).
-
-    Across the ``residual`` connection a position also keeps what it holds, which is to read itself.
-    """
-    first, second = mask_of(earlier, context), mask_of(later, context)
-    if residual:
-        first, second = (hop | torch.eye(context, dtype=torch.bool) for hop in (first, second))
-    return (second.int() @ first.int()).bool()
+# JSON
 
 
-@pytest.mark.parametrize("span", ["paper", "released"])
-@pytest.mark.parametrize("stride, blocks", [(1, 5), (2, 3), (4, 4), (9, 3), (8, 1)])
-def test_two_hops_of_strided_factors_reach_every_earlier_position_in_either_order(
-    stride: int, blocks: int, span: str
-) -> None:
-    context = stride * blocks
-    local, column = Strided(stride, span).factors()  # type: ignore[arg-type]
-    for earlier, later in ((local, column), (column, local)):
-        assert torch.equal(two_hops(earlier, later, context), mask_of(Dense(), context))
+def test_json_round_trips() -> None:
+    for pattern in (*all_patterns(), *DEFINITIONS):
+        for each in (pattern, pattern.for_head(2)):
+            assert pattern_from_json(pattern_to_json(each)) == each
 
 
-@pytest.mark.parametrize("stride, summary, blocks", [(4, 1, 4), (6, 2, 3), (8, 8, 3), (5, 3, 1), (1, 1, 4)])
-def test_two_hops_of_fixed_factors_reach_every_earlier_position_block_first(
-    stride: int, summary: int, blocks: int
-) -> None:
-    """The order of ``interleaved``: what a block's end has gathered is read by all later blocks in the next layer.
-
-    A query's own block is reached through itself: by include_self, or across the residual connection. Without either
-    one, queries before their block's summary positions do not reach their own block.
-    """
-    context = stride * blocks
-    causal, place = mask_of(Dense(), context), torch.arange(context)
-    block, plain = Fixed(stride, summary).factors()
-    assert torch.equal(two_hops(block, Summary(stride, summary, include_self=True), context), causal)
-    assert torch.equal(two_hops(block, plain, context, residual=True), causal)
-    blind = mask_of(block, context) & (place % stride < stride - summary)[:, None]
-    assert torch.equal(two_hops(block, plain, context), causal & ~blind)
-
-
-@pytest.mark.parametrize("stride, summary, blocks", [(4, 1, 4), (6, 2, 3), (8, 8, 3), (5, 3, 1)])
-def test_two_hops_of_fixed_factors_reach_summaries_and_the_own_block_summary_first(
-    stride: int, summary: int, blocks: int
-) -> None:
-    """In the other order no include_self helps: nobody has gathered what a summary position has not yet read.
-
-    A third hop does: block, summary, block is every pair of layers of an interleaved model and the next.
-    """
-    context = stride * blocks
-    causal, place = mask_of(Dense(), context), torch.arange(context)
-    block, with_self = Block(stride), Summary(stride, summary, include_self=True)
-    is_summary = (place % stride >= stride - summary)[None, :]
-    reached = two_hops(with_self, block, context)
-    assert torch.equal(reached, causal & (is_summary | mask_of(block, context)))
-    third = (reached.int() @ mask_of(block, context).int()).bool()
-    assert torch.equal(third, causal)
+WRITTEN: dict[Pattern, tuple[list[str], str]] = {  # keys of the JSON, and text
+    Dense(): (["type"], "Dense()"),
+    Local(4, 1): (["type", "window"], "Local(window=4)"),
+    Local(4, 2): (["type", "window", "dilation"], "Local(window=4, dilation=2)"),
+    Strided(4): (["type", "stride", "span"], "Strided(stride=4, span='released')"),
+    Column(4): (["type", "stride"], "Column(stride=4)"),
+    Column(4, "target"): (["type", "stride", "align"], "Column(stride=4, align='target')"),
+    Block(4): (["type", "stride"], "Block(stride=4)"),
+    Longformer(4): (["type", "window", "dilation", "globals"], "Longformer(window=4, dilation=1, globals=1)"),
+    Fixed(8, 2): (
+        ["type", "stride", "summary", "num_summaries", "index"],
+        "Fixed(stride=8, summary=2, num_summaries=1, index=None)",
+    ),
+    Summary(8, 2): (
+        ["type", "stride", "summary", "num_summaries", "include_self", "index"],
+        "Summary(stride=8, summary=2, num_summaries=1, include_self=False, index=None)",
+    ),
+    BigBird(4, 2, 1, 2): (
+        ["type", "block", "window", "globals", "random", "seed", "index"],
+        "BigBird(block=4, window=2, globals=1, random=2, seed=0, index=None)",
+    ),
+}
 
 
-def test_two_hops_past_a_heads_own_summaries_need_the_head_of_the_last_ones() -> None:
-    """With num_summaries, what stands in a block behind a head's sub-block is reached by the heads behind it alone."""
-    context, block = 36, Block(12)
-    place = torch.arange(context)
-    earlier_block = ~mask_of(block, context) & mask_of(Dense(), context)
-    for head in range(3):
-        summary = Summary(12, 3, 3, include_self=True).for_head(head)
-        missed = mask_of(Dense(), context) & ~two_hops(block, summary, context)
-        assert torch.equal(missed, earlier_block & (place % 12 >= 12 - 3 * head)[None, :])
+def test_defaults_of_later_fields_are_written_as_they_always_were() -> None:
+    for pattern, (keys, text) in WRITTEN.items():
+        assert (list(pattern_to_json(pattern)), str(pattern)) == (keys, text)
+    for pattern in two_sided_patterns():
+        assert pattern_to_json(pattern)["causal"] is False and "causal=False" in str(pattern)
+    assert all(cls.causal is True for cls in PATTERNS.values())
 
 
-@pytest.mark.parametrize("pattern", [*all_patterns(), Fixed(9, 2, 3).for_head(2)], ids=str)
-def test_json_round_trips(pattern: Pattern) -> None:
-    assert pattern_from_json(pattern_to_json(pattern)) == pattern
+DRAWS = {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 2}
+ALIGNED = 'align="target": needs a causal pattern; remove it, or "causal": false'
 
 
 @pytest.mark.parametrize(
@@ -203,17 +311,89 @@ def test_json_round_trips(pattern: Pattern) -> None:
          "summary=3: summary x num_summaries must not exceed stride 8; largest 2"),
         ({"type": "summary", "stride": 8, "summary": 3, "include_self": 1}, "include_self=1: must be true or false"),
         ({"type": "summary", "stride": 8, "summary": 3, "index": 1}, "index=1: must be 0 to 0, or left out"),
+        ({"type": "local", "window": 4, "dilation": 0}, "dilation=0: must be an integer of at least 1"),
+        ({"type": "column", "stride": 4, "align": "pixel"}, 'align="pixel": must be row or target'),
+        ({"type": "strided", "stride": 4, "align": ["row"]}, 'align=["row"]: must be row or target'),
+        ({"type": "strided", "stride": 4, "num_factors": 1}, "num_factors=1: must be an integer of at least 2"),
+        ({"type": "strided", "stride": 4, "num_factors": 33}, "num_factors=33: must be at most 32"),
+        ({"type": "longformer", "window": 4, "globals": 0}, "globals=0: must be an integer of at least 1"),
+        ({"type": "longnet", "segments": 4, "dilations": [1]}, "segments=4: must be a list of integers of at least 1"),
+        ({"type": "longnet", "segments": [4, 2.0], "dilations": [1]},
+         "segments[1]=2.0: must be an integer of at least 1"),
+        ({"type": "longnet", "segments": [64, 100], "dilations": [1, 2]},
+         "segments=[64, 100]: each must be a multiple of the one before; nearest [64, 128]"),
+        ({"type": "longnet", "segments": [64, 64], "dilations": [1, 2]},
+         "segments=[64, 64]: each must be a multiple of the one before; nearest [64, 128]"),
+        ({"type": "longnet", "segments": [64, 128, 256], "dilations": [1, 2]},
+         "dilations=[1, 2]: must be one for each of the 3 segments; such as [1, 2, 2]"),
+        ({"type": "longnet", "segments": [64], "dilations": [1, 2]},
+         "dilations=[1, 2]: must be one for each of the 1 segments; such as [1]"),
+        ({"type": "longnet", "segments": [64, 128, 256], "dilations": [2, 4, 6]},
+         "dilations=[2, 4, 6]: must begin with 1, and each divide the next and the segment before its own; "
+         "nearest [1, 4, 4]"),
+        ({"type": "longnet", "segments": [64, 128], "dilations": [1, 2], "index": 2},
+         "index=2: must be 0 to 1, or left out"),
+        ({"type": "bigbird", "block": 4, "window": 0, "globals": 0, "random": 0},
+         "window=0: must be an integer of at least 1"),
+        ({"type": "bigbird", "block": 4, "window": 1, "globals": 0, "random": -1},
+         "random=-1: must be an integer of at least 0"),
+        ({"type": "bigbird", "block": 4, "window": 1, "globals": 0, "random": 1, "seed": 2**32},
+         "seed=4294967296: must be below 2**32; largest 4294967295"),
+        ({"type": "dense", "causal": 0}, "causal=0: must be true or false"),
+        ({"type": "fixed", "stride": 8, "summary": 2, "causal": "no"}, 'causal="no": must be true or false'),
+        ({"type": "longnet", "segments": [4], "dilations": [1], "causal": False},
+         "causal: unknown key for longnet; known: segments, dilations, index, type"),
+        *(({"type": kind, name: 4, "align": "target", "causal": False}, ALIGNED)
+          for name, kinds in {"window": ("local", "longformer"), "stride": ("column", "strided")}.items()
+          for kind in kinds),
+        (DRAWS | {"causal": False},
+         'context: missing; "causal": false draws from all blocks: give the model\'s context'),
+        (DRAWS | {"context": 96}, 'context=96: only applies to random blocks of "causal": false; remove it'),
+        (DRAWS | {"causal": False, "context": 0}, "context=0: must be an integer of at least 1"),
     ],
 )  # fmt: skip
-def test_a_wrong_pattern_is_named(value: object, message: str) -> None:
+def test_a_wrong_pattern_is_named(value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         pattern_from_json(value)
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("kind", ["column", "strided", "block", "summary", "fixed"])
-def test_a_stride_that_does_not_divide_the_context_is_named_with_its_neighbours(kind: str) -> None:
-    value = {"type": kind, "stride": 100} | ({"summary": 8} if kind in ("summary", "fixed") else {})
+BOTH: dict[str, Any] = {"causal": False}
+
+
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        *((pattern, "stride=100: must divide context 96; nearest 96")
+          for pattern in (Column(100), Block(100), Summary(100, 8), Fixed(100, 8))),
+        (Local(4, 7), "dilation=7: must divide context 96; nearest 6, 8"),
+        (Local(4, 100), "dilation=100: must divide context 96; nearest 96"),
+        (Strided(10), "stride=10: must divide context 96; nearest 8, 12"),
+        (Strided(10, num_factors=3), "stride=10: its power 2 must divide context 96; nearest 4"),
+        (Longformer(4, 5), "dilation=5: must divide context 96; nearest 4, 6"),
+        (Longformer(4, globals=97), "globals=97: must not exceed context 96; largest 96"),
+        (LongNet((4, 20), (1, 2)), "segments=[4, 20]: the last must divide context 96; nearest [4, 16]"),
+        (LongNet((64, 128), (1, 2)), "segments=[64, 128]: the last must divide context 96; nearest [48, 96]"),
+        (BigBird(10, 1, 1, 1), "block=10: must divide context 96; nearest 8, 12"),
+        (BigBird(16, 2, 1, 9),
+         "random=9: window + globals + random must not exceed the 6 blocks of context 96; largest 3"),
+        (BigBird(16, 2, 9, 1),
+         "globals=9: window + globals + random must not exceed the 6 blocks of context 96; largest 3"),
+        (BigBird(16, 7, 0, 1),
+         "window=7: window + globals + random must not exceed the 6 blocks of context 96; largest 5"),
+        (BigBird(16, 7, 7, 7),
+         "window=7: window + globals + random must not exceed the 6 blocks of context 96; "
+         "with random 0 and globals 0 largest 6"),
+        (BigBird(16, 1, 1, 1, context=48, **BOTH), "context=48: must be the model's context; nearest 96"),
+        (BigBird(16, 3, 1, 2, context=96, **BOTH),
+         "random=2: 2 x window - 1 + globals + random must not exceed the 6 blocks of context 96; largest 0"),
+        (BigBird(16, 3, 5, 0, **BOTH),
+         "globals=5: 2 x window - 1 + globals + random must not exceed the 6 blocks of context 96; largest 1"),
+        (BigBird(16, 4, 0, 0, **BOTH),
+         "window=4: 2 x window - 1 + globals + random must not exceed the 6 blocks of context 96; largest 3"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_a_context_is_named(pattern: Pattern, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        pattern_from_json(value).check(12288)
-    assert str(error.value) == "stride=100: must divide context 12288; nearest 96, 128"
+        pattern.check(96)
+    assert str(error.value) == message
