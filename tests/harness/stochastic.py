@@ -75,3 +75,11 @@ def assert_rounding_explains(
         last = torch.finfo(mine.dtype).eps / 2 * exact / 3**0.5  # the result's own rounding
         error, explained = ((x**2).mean().sqrt() for x in (mine.double() - exact, torch.hypot(perturbed - exact, last)))
         assert error <= SAFETY * explained, f"result {number} is off by {error:.3g}; rounding explains {explained:.3g}"
+
+
+def with_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return a function's output, and the gradients of its inputs along a direction that its shape determines."""
+    out = function(*inputs)
+    generator = torch.Generator().manual_seed(1)
+    direction = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, list(inputs), direction)]

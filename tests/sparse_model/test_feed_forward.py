@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import longstride.sparse_model.feed_forwards.dense as feed_forward
 from longstride.sparse_model.feed_forwards.dense import DenseFeedForward, FeedForwardInChunks, sigmoid_gelu
 from tests.harness.configs import small
-from tests.harness.stochastic import assert_rounding_explains
+from tests.harness.stochastic import assert_rounding_explains, with_gradients
 
 
 def tensors(dtype: torch.dtype, width: int = 5, inner: int = 7) -> list[Tensor]:
@@ -34,21 +34,17 @@ def plain(kind: str, h: Tensor, expand: Tensor, expand_bias: Tensor, contract: T
 @pytest.mark.parametrize("kind", ["sigmoid_gelu", "gelu"])
 def test_chunks_give_the_plain_graphs_gradients(kind: str, rows: int) -> None:
     inputs = tensors(torch.float64)
-    grad = torch.randn(21, 5, dtype=torch.float64)
-    found, expected = FeedForwardInChunks.apply(*inputs, kind, rows), plain(kind, *inputs)
-    torch.testing.assert_close(found, expected)
-    for one, other in zip(*(torch.autograd.grad(out, inputs, grad) for out in (found, expected)), strict=True):
-        torch.testing.assert_close(one, other)
+    found = with_gradients(lambda *x: FeedForwardInChunks.apply(*x, kind, rows), inputs)
+    torch.testing.assert_close(found, with_gradients(lambda *x: plain(kind, *x), inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["sigmoid_gelu", "gelu"])
 def test_chunks_are_as_precise_as_their_dtype(kind: str, dtype: torch.dtype) -> None:
     inputs = tensors(dtype, 64, 96)
-    grad = torch.randn(21, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    found = torch.autograd.grad(FeedForwardInChunks.apply(*inputs, kind, 8), inputs, grad)
+    found = with_gradients(lambda *x: FeedForwardInChunks.apply(*x, kind, 8), inputs)
     assert all(each.dtype == dtype for each in found)
-    assert_rounding_explains(found, lambda *some: torch.autograd.grad(plain(kind, *some), some, grad.double()), inputs)
+    assert_rounding_explains(found, lambda *x: with_gradients(lambda *y: plain(kind, *y), x), inputs)
 
 
 def test_long_inputs_go_in_chunks_and_keep_nothing_of_the_inner_width(monkeypatch: pytest.MonkeyPatch) -> None:

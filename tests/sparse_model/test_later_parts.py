@@ -17,8 +17,9 @@ from longstride.sparse_model.feed_forwards.dense import squared_relu
 from longstride.sparse_model.mixers.convolution import ShiftedSum
 from longstride.sparse_model.norm import EPS, TiledRMSNorm
 from longstride.sparse_model.rotary import PreparedHeads, Rotary, prepared_row
-from tests.harness.configs import ATTENTIONS, LATER, model_json, small
-from tests.sparse_model.test_cache import EXACT, check
+from tests.harness.configs import LATER, model_json, small
+from tests.harness.stochastic import with_gradients
+from tests.sparse_model.test_cache import check
 from tests.sparse_model.test_transformer import awake
 
 WIDTH, KEYS = 16, 32  # of a head, and of all queries and keys
@@ -63,12 +64,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[tuple[
 }  # fmt: skip
 
 
-def with_gradients(function: Callable[..., Tensor], inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def in_precision(function: Callable[..., Tensor], inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """What a function gives in a precision, and the gradients of its inputs, all in fp64."""
-    inputs = [x.to(dtype).requires_grad_() for x in inputs]
-    out = function(*inputs)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [x.double() for x in (out.detach(), *torch.autograd.grad(out, inputs, grad.to(out.dtype)))]
+    return [x.double() for x in with_gradients(function, [x.to(dtype).requires_grad_() for x in inputs])]
 
 
 @pytest.mark.parametrize("tile", [tiles.TILE, 200])
@@ -79,10 +77,10 @@ def test_few_passes_give_what_the_definition_gives(case: Any, tile: int, monkeyp
     function, definition, shapes = case
     random = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=random, dtype=torch.float64).bfloat16().double() for shape in shapes]
-    exact = with_gradients(definition, inputs, torch.float64)
-    for found, true in zip(with_gradients(function, inputs, torch.float64), exact, strict=True):
+    exact = in_precision(definition, inputs, torch.float64)
+    for found, true in zip(in_precision(function, inputs, torch.float64), exact, strict=True):
         torch.testing.assert_close(found, true)
-    mine, plain = (with_gradients(each, inputs, torch.bfloat16) for each in (function, definition))
+    mine, plain = (in_precision(each, inputs, torch.bfloat16) for each in (function, definition))
     for found, other, true in zip(mine, plain, exact, strict=True):
         assert (found - true).square().mean() <= 1.1**2 * (other - true).square().mean() + 1e-12
 
@@ -117,11 +115,6 @@ def heads_of_all(rows: Tensor) -> Tensor:
     """``heads`` of two queries and two keys."""
     first, rest = rows[..., :KEYS], rows[..., KEYS:]
     return torch.cat([heads(first), heads(rest)], -1)
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_steps_of_each_later_part_alone_are_the_rows_of_a_forward_pass(name: str) -> None:
-    check(awake(attention=ATTENTIONS["strided merged"], query_key_ratio=0.5, **{name: LATER[name]}).double(), EXACT)
 
 
 def test_zero_outputs_leave_the_stream_as_it_is() -> None:

@@ -90,21 +90,6 @@ def test_one_bucket_and_one_chunk_is_dense_attention() -> None:
     torch.testing.assert_close(attention.attend(q, k, v).rows, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_nothing_is_seen_of_the_future() -> None:
-    """Not a bit: key sets and rows of the first half stay equal when the second half is another."""
-    attention = mixer(**hashed())
-    h = torch.randn(2, 40, 64, dtype=torch.float64)
-    rows, masks = [], []
-    for x in (h, torch.cat([h[:, :20], 3 * h[:, 20:].flip(1)], 1)):
-        q, *_ = attention.heads_of(attention.query_key_value(x))
-        selection = attention.selection(q)
-        selection.check(40)
-        masks.append(selection_mask(selection, 40)[:, :, :20])
-        rows.append(attention(x).rows[:, :20])
-    assert torch.equal(*masks) and torch.equal(*rows)
-    assert not masks[0].triu(1).any() and masks[0].any(-1).all()
-
-
 @pytest.mark.parametrize("kind", ["random", "one", "each its own", "in turn"])
 def test_rounds_are_those_of_the_definition(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -164,8 +149,6 @@ def test_rotations_cost_a_forward_pass_alone() -> None:
         (hashed(buckets=1), "attention.rounds=3: are all equal with a single bucket; nearest 1"),
         (hashed() | {"query_key_norm": True}, 'attention.type="lsh": has keys of unit length'),
         (hashed() | {"backend": "flex"}, 'attention.type="lsh": needs another backend than "flex"'),
-        ({"attention": {"type": "lsh", "buckets": 4}}, "attention.chunk: required"),
-        (hashed(round=2), "attention.round: unknown key; nearest rounds"),
     ],
 )
 def test_wrong_settings_are_named(changes: dict[str, Any], line: str) -> None:

@@ -1,4 +1,4 @@
-"""Routing attention against its formulas written out, its centroids, and what nobody may see of the future."""
+"""Routing attention against its formulas written out, and its centroids."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.kernels import ConfigError
-from longstride.launcher.drawing.attention import attention_rows
 from longstride.launcher.planning.costs import dense_pairs, work
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import small
-from tests.sparse_model.test_cache import some_tokens
+from tests.harness.stochastic import with_gradients
+from tests.sparse_model.test_config import assert_refused
 from tests.sparse_model.test_transformer import awake
 
 C, H, N, D = 64, 4, 40, 16
@@ -56,9 +55,9 @@ def reads_of(mixer: Any, q: Tensor, k: Tensor, head: int) -> list[list[list[int]
     return found
 
 
-def by_loops(mixer: Any, x: Tensor, base: float | None) -> tuple[Tensor, list[Any]]:
-    """(B, n, C) of rows x, and who reads whom; softmax by softmax."""
-    config, local, outs, reads = mixer.config, mixer.local, [], []
+def by_loops(mixer: Any, x: Tensor, base: float | None) -> Tensor:
+    """(B, n, C) of rows x; softmax by softmax."""
+    config, local, outs = mixer.config, mixer.local, []
     rows = x @ mixer.query_key_value.weight.T + mixer.query_key_value.bias
     names = ["local_q", "local_k", "q"] + ([] if config.shared_query_key else ["k"]) + ["v"]
     part = dict(zip(names, rows.split([width for width in mixer.widths if width], -1), strict=True))
@@ -76,7 +75,6 @@ def by_loops(mixer: Any, x: Tensor, base: float | None) -> tuple[Tensor, list[An
                 (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-5).sqrt() for y in (q, k)
             )
             each = reads_of(mixer, q, k, number)
-        reads.append(each)
         if base is not None:
             q, k = turned(q, base), turned(k, base)
         out = torch.zeros_like(v)
@@ -85,7 +83,7 @@ def by_loops(mixer: Any, x: Tensor, base: float | None) -> tuple[Tensor, list[An
                 if keys:
                     out[b, i] = (q[b, i] @ k[b, keys].T / math.sqrt(D)).softmax(-1) @ v[b, keys]
         outs.append(out)
-    return torch.cat(outs, -1) @ mixer.projection.weight.T + mixer.projection.bias, reads
+    return torch.cat(outs, -1) @ mixer.projection.weight.T + mixer.projection.bias
 
 
 @pytest.mark.parametrize(
@@ -98,47 +96,10 @@ def test_it_is_the_papers_formula(changes: dict[str, Any]) -> None:
     rotary = changes.get("rotary")
     options = {key: value for key, value in changes.items() if key != "rotary"}
     mixer = mixer_of(**routing(**options), **({"rotary": rotary} if rotary else {}))
-    x = torch.randn(2, N, C, dtype=torch.float64, requires_grad=True)
-    wanted, _ = by_loops(mixer, x, rotary and rotary["base"])
-    found = mixer(x).rows
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    names, parameters = zip(*mixer.named_parameters(), strict=True)
-    direction = torch.randn_like(wanted)
-    gradients = (torch.autograd.grad((rows * direction).sum(), [x, *parameters]) for rows in (found, wanted))
-    for name, mine, theirs in zip(("x", *names), *gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9, msg=name)
-
-
-@pytest.mark.parametrize("changes", [{}, {"shared_query_key": False}, {"keys": "random"}], ids=str)
-def test_not_a_bit_of_the_future_is_seen(changes: dict[str, Any]) -> None:
-    """Key sets of the first half are equal, whatever the second half is, and its rows differ by exactly 0.
-
-    By the specification: others take rows together as the selection has it, and products round by their size.
-    """
-    mixer, half = mixer_of(**routing(**changes), backend="reference"), N // 2
-    x = torch.randn(2, N, C, dtype=torch.float64)
-    other = torch.cat([x[:, :half], 3 * torch.randn(2, half, C, dtype=torch.float64) + 1], 1)
-    with torch.no_grad():
-        rows = [mixer(each).rows[:, :half] for each in (x, other)]
-        sets = []
-        for each in (x, other):
-            q, k, _ = mixer.heads_of(mixer.query_key_value(each[:1]))
-            sets.append(torch.stack([mixer.allowed(q, k, head)(torch.arange(half)) for head in range(H)]))
-    assert torch.equal(*sets) and not sets[0][..., half:].any()
-    assert torch.equal(*rows)
-
-
-def test_who_reads_whom_is_shown() -> None:
-    """By `show attention` too: rows of weights over the keys that the loops find."""
-    model = awake(layers=1, **routing()).double()
-    tokens = some_tokens(model)[0]
-    mixer = model.blocks[0].attention
-    with torch.no_grad():
-        x = model.blocks[0].attention_norm(model.embedding(tokens[None]))
-        _, reads = by_loops(mixer, x, None)
-    for head in range(H):
-        rows = attention_rows(model, tokens, range(N), layers=[0], head=head)[0]
-        assert [row.nonzero()[0].tolist() for row in rows] == reads[head][0]
+    inputs = [torch.randn(2, N, C, dtype=torch.float64, requires_grad=True), *mixer.parameters()]
+    found = with_gradients(lambda x, *_: mixer(x).rows, inputs)
+    wanted = with_gradients(lambda x, *_: by_loops(mixer, x, rotary and rotary["base"]), inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -216,16 +177,12 @@ def test_pairs_are_at_most_what_is_counted() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"clusters": 0}, "attention.clusters=0: must be greater than 0"),
         ({"decay": 1.0}, "attention.decay=1.0: must be less than 1"),
         ({"keys": "rooted"}, 'attention.keys="rooted": must be '),
         ({"local": {"heads": 4, "window": 3}}, "attention.local.heads=4: must be below heads=4, as some heads are "),
-        ({"local": {"heads": 1, "windw": 3}}, "attention.local.windw: unknown key; nearest window"),
         ({"backend": "flex"}, 'attention.type="routing": needs another backend than "flex"; nearest "auto"'),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_in_one_line(changes: dict[str, Any], line: str) -> None:
     model = {key: changes.pop(key) for key in ("backend",) if key in changes}
-    with pytest.raises(ConfigError) as caught:
-        small(**routing(**changes), **model)
-    assert any(each.startswith(line) for each in str(caught.value).splitlines()), str(caught.value)
+    assert_refused(line, **routing(**changes), **model)
