@@ -120,7 +120,7 @@ def test_what_a_mixer_does_not_declare_is_refused_by_its_name(config: tuple[dict
         return
     with pytest.raises(ConfigError, match=f"{name}does not apply model.convolution"):
         small(**changes, convolution=3)
-    with pytest.raises(ConfigError, match=f"{name}reads whole contexts"):
+    with pytest.raises(ConfigError, match=f"{name}reads whole contexts; take patterns, or data.packing"):
         SparseTransformer(small(**changes))(torch.zeros(1, 40).long(), begins=torch.ones(1, 40, dtype=torch.bool))
     with pytest.raises(ConfigError, match=r"^rotary: only applies to attention, and no layer uses attention"):
         small(**changes, rotary={"base": 1000})

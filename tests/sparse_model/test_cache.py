@@ -1,8 +1,6 @@
-"""A cache knows what the full context knows: every embedding, every dtype, every length of a session."""
+"""A cache knows what the full context knows, in every dtype and at every length; test_parts.py has every system."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +13,6 @@ from longstride.sparse_model.session import Session, even_length
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, small
 from tests.sparse_model.test_transformer import awake
 
-FOLDED = {"context": 40, "embedding": {"type": "text", "row_width": 8}}
-RAGGED = {"context": 40, "embedding": {"type": "audio", "row_width": 12}}  # the last row is short
-PICTURE = {"context": 48, "embedding": {"type": "image", "height": 4, "width": 4}}
-LEARNED = {"context": 40, "embedding": {"type": "learned"}, "vocabulary": 300, "norm": "rms", "norm_epsilon": 1e-5}
-EMBEDDINGS = {"folded": FOLDED, "ragged": RAGGED, "picture": PICTURE, "learned": LEARNED}
 # Steps and a forward pass add up the same products in another order. Measured: 5 units in the last place of the largest
 # logit in fp64 and fp32, and 0.6 in 16 bits, where most of what is rounded is rounded alike.
 EXACT = 1e-13  # of the largest logit, in fp64
@@ -62,11 +55,6 @@ def check(model: SparseTransformer, tolerance: float, prefilled: tuple[int, ...]
         assert difference(step_by_step(session, tokens), wanted[:, count:]) <= tolerance, f"{count} at once"
 
 
-@pytest.mark.parametrize("embedding", EMBEDDINGS.values(), ids=EMBEDDINGS)
-def test_steps_of_every_embedding_are_the_rows_of_a_forward_pass(embedding: dict[str, Any]) -> None:
-    check(awake(attention=ATTENTIONS["cycle"], **embedding).double(), EXACT)
-
-
 PRECISE = {name: {"attention": ATTENTIONS[name]} for name in ("fixed merged", "strided multihead", "summary")}
 PRECISE |= {
     name: changes for name, changes in SYSTEMS.items() if "synthesizer" in name or name in ("adaptive span", "entmax")
@@ -74,10 +62,10 @@ PRECISE |= {
 PRECISE |= {"later parts": LATER}
 
 
-@pytest.mark.parametrize("dtype", UNITS, ids=str)
-@pytest.mark.parametrize("changes", PRECISE.values(), ids=PRECISE)
-def test_steps_are_as_near_as_the_dtype_allows(changes: dict[str, Any], dtype: torch.dtype) -> None:
-    check(awake(**changes).to(dtype), UNITS[dtype] * torch.finfo(dtype).eps, (0, 13))
+@pytest.mark.parametrize("number, name", [*enumerate(PRECISE)])
+def test_steps_are_as_near_as_the_dtype_allows(number: int, name: str) -> None:
+    dtype = list(UNITS)[number % 3]
+    check(awake(**PRECISE[name]).to(dtype), UNITS[dtype] * torch.finfo(dtype).eps, (0, 13))
 
 
 @pytest.mark.parametrize("name", ["strided merged", "fixed merged", "local"])

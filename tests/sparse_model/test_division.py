@@ -90,7 +90,6 @@ WIDE |= {
     for name, attention in ATTENTIONS.items()
     for exchange in ("keys", "auto")
 }
-every_size = pytest.mark.parametrize("size", [2, 4])
 
 
 @functools.cache
@@ -98,8 +97,14 @@ def undivided(name: str) -> Any:
     return one_pass((PASSES | WIDE)[name], Division())
 
 
-@every_size
-@pytest.mark.parametrize("name", [*PASSES, *(pytest.param(name, marks=pytest.mark.campaign) for name in WIDE)])
+@pytest.mark.parametrize(
+    ("name", "size"),  # test_parts.py has two processes
+    [
+        *((name, 4) for name in PASSES),
+        *(pytest.param(name, 2, marks=pytest.mark.campaign) for name in PASSES),
+        *(pytest.param(name, size, marks=pytest.mark.campaign) for name in WIDE for size in (2, 4)),
+    ],
+)
 def test_processes_have_together_what_one_has(name: str, size: int) -> None:
     """Nats, auxiliary loss, statistics, every gradient, and what is drawn next."""
     asked = (PASSES | WIDE)[name]
@@ -137,7 +142,7 @@ def test_layers_of_columns_have_their_rows_divided_by_columns() -> None:
         assert [context.columns for context in model.block_contexts(torch.zeros(1, 64))] == strides
 
 
-@every_size
+@pytest.mark.parametrize("size", [2, 4])
 def test_losses_in_fp32_are_those_of_one_process(size: int) -> None:
     asked = Pass(LATER_PARTS, torch.float32)
     found, wanted = joined(divided(asked, size)).nats, one_pass(asked, None).nats

@@ -1,4 +1,4 @@
-"""Padding: what stands behind the end of a short context changes nothing that is learned.
+"""Padding and documents in a context: recomputed gradients, and contexts that are full. test_parts.py has the rest.
 
 Letters: B batch, N positions.
 """
@@ -13,60 +13,46 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longstride.data_pipelines.order import Batch, StreamState
-from longstride.launcher.training.loop import score
 from longstride.sparse_model import SparseTransformer
-from tests.harness.configs import SYSTEMS
+from tests.harness.configs import LATER, SYSTEMS
 from tests.sparse_model.test_transformer import awake
 
-MODELS = [
-    {"feed_forward": {"type": "experts", "count": 3, "balance": 3.0, "capacity": 0.75}},
-    SYSTEMS["routing"],
-]
+EXPERTS = {"feed_forward": {"type": "experts", "count": 3, "balance": 3.0, "capacity": 0.75}}
+LENGTHS, BEGINS = torch.tensor([[40], [17], [1]]), torch.tensor([0, 13, 14, 31])
+REAL = {"real": torch.arange(40) < LENGTHS}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
+    "experts": (EXPERTS, REAL),
+    "routing": (SYSTEMS["routing"], REAL),
+    "documents": (
+        {**LATER, "initialization": "released", "ngrams": {"orders": [2, 4], "rows": 300}},
+        {"begins": torch.isin(torch.arange(40), BEGINS).expand(3, -1)},
+    ),
+}
 
 
-def contexts() -> Tensor:
-    return torch.randint(200, (3, 40), generator=torch.Generator().manual_seed(1))
-
-
-def trained_on(model: SparseTransformer, tokens: Tensor, lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """The trainer's loss over some contexts, and all that it changes: gradients, and buffers after the step."""
-    model.zero_grad()
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-    def engine(*args: Any, **options: Any) -> Any:
-        return model(*args, **options)
-
-    vars(engine).update(module=model, device=torch.device("cpu"))
-    ids, state = torch.arange(len(tokens)), StreamState("none", 0, 0, 0, len(tokens))
+def learned(model: SparseTransformer, **options: Any) -> list[Tensor]:
+    """Loss, statistics and gradients of a step, as the trainer computes them."""
+    tokens = torch.randint(200, (3, 40), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(2)  # of dropout
-    scored = score(engine, Batch(tokens, torch.tensor(lengths), ids, state), slice(None))  # type: ignore[arg-type]
-    scored.loss.backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    for part, total in zip(model.observers, scored.statistics, strict=True):
-        part.observe(total)
-    for name, buffer in model.named_buffers():
-        found[name] = buffer.clone()
-        buffer.copy_(before[name])
-    return {name: each.clone() for name, each in found.items()}
+    model.zero_grad()
+    output: Any = model(tokens, return_nats=True, return_extras=True, **options)
+    loss = output.rows.sum() if output.auxiliary_loss is None else output.rows.sum() + output.auxiliary_loss
+    loss.backward()
+    return [loss, *output.statistics, *(x.grad.clone() for x in model.parameters())]
 
 
-@pytest.mark.parametrize("changes", MODELS, ids=["experts", "routing"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_gradients_of_padded_contexts_are_bitwise_equal(changes: dict[str, Any], reentrant: bool) -> None:
-    model, tokens = awake(**changes, dropout=0.3).double().train(), contexts()
-    wanted = trained_on(model, tokens, (40, 17, 1))
-    model.activation_checkpoint = partial(checkpoint, use_reentrant=reentrant)
-    found = trained_on(model, tokens, (40, 17, 1))
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in found)
+@pytest.mark.parametrize("case", CASES)
+def test_recomputed_gradients_are_bitwise_equal(case: str) -> None:
+    changes, options = CASES[case]
+    model = awake(**changes, dropout=0.3).double().train()
+    wanted = learned(model, **options)
+    for reentrant in (False, True):
+        model.activation_checkpoint = partial(checkpoint, use_reentrant=reentrant)
+        assert all(map(torch.equal, learned(model, **options), wanted))
 
 
-def test_contexts_without_padding_have_the_bits_that_they_have_without_a_mask() -> None:
-    for changes in MODELS:
-        model, tokens = awake(**changes).double().train(), contexts()
-        results = []
-        for real in (None, torch.ones(3, 40, dtype=torch.bool)):
-            given = model(tokens, return_nats=True, return_extras=True, real=real)
-            loss = given.rows.sum() if given.auxiliary_loss is None else given.rows.sum() + given.auxiliary_loss
-            results.append([loss, *given.statistics, *torch.autograd.grad(loss, list(model.parameters()))])
-        assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+@pytest.mark.parametrize("case", ["experts", "routing"])
+def test_contexts_without_padding_have_the_bits_that_they_have_without_a_mask(case: str) -> None:
+    model = awake(**CASES[case][0]).double().train()
+    full = learned(model, real=torch.ones(3, 40, dtype=torch.bool))
+    assert all(map(torch.equal, learned(model), full))

@@ -56,7 +56,8 @@ def divided(inputs: Inputs, patterns: tuple[Pattern, ...], size: int, backend: s
 @pytest.mark.parametrize(("context", "size"), [(48, 2), (51, 3), (40, 4), (48, 8)])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 def test_each_pattern_is_exact(context: int, size: int, key_heads: int) -> None:
-    cases = all_patterns() if key_heads == 4 else [Strided(8), Fixed(9, 2, num_summaries=3)]
+    """tests/kernels/test_sections.py has the pairs of every pattern in each of its sections."""
+    cases = all_patterns()[context % 5 :: 5] if key_heads == 4 else [Strided(8), Fixed(9, 2, num_summaries=3)]
     inputs = make_inputs(Shape(2, 4, context, 6, 5, key_heads), torch.float64)
     for pattern in cases:
         patterns = tuple(pattern.for_head(head) for head in range(4))

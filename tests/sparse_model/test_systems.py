@@ -13,6 +13,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.planning.costs import parameter_parts, work
 from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.mixers import cache
+from longstride.sparse_model.mixers.synthesizer import Synthesizer
 from longstride.testing.cache import several
 from longstride.testing.comparisons import UndeclaredError
 from tests.harness.configs import ATTENTIONS, SYSTEMS, small
@@ -152,6 +153,28 @@ def test_wrong_groups_of_heads_are_named(attention: Any, line: str) -> None:
 )
 def test_wrong_feed_forwards_are_named(feed_forward: Any, line: str) -> None:
     assert_refused(line, feed_forward=feed_forward)
+
+
+@every_system
+def test_shown_weights_make_the_rows(changes: dict[str, Any]) -> None:
+    """What `show attention` draws: the sum of the values by a head's weights is what the head gives."""
+    model, tokens = awake(**changes).double(), torch.randint(256, (2, 40)) % changes.get("vocabulary", 256)
+    h = torch.randn(2, 40, 64, dtype=torch.float64)
+    contexts = model.block_contexts(tokens)
+    for mixer, context in ((block.attention, each) for block, each in zip(model.blocks, contexts, strict=True)):
+        if mixer is None:
+            continue
+        rows, joined = [], []
+        is_synthesizer = isinstance(mixer, Synthesizer)
+        first = mixer.rows if is_synthesizer else mixer.query_key_value
+        first.register_forward_hook(lambda *given, rows=rows: rows.append(given[-1]))
+        mixer.projection.register_forward_pre_hook(lambda module, given, joined=joined: joined.append(given[0]))
+        mixer(h, context)
+        values = mixer.heads_of(rows[0])[0 if is_synthesizer else -1]
+        values = values.repeat_interleave(4 // values.shape[1], 1)
+        for head, expected in enumerate(joined[0].unflatten(-1, (4, -1)).unbind(2)):
+            weights = mixer.weights(h[:1], context)(torch.arange(40), head)
+            torch.testing.assert_close(weights @ values[0, head], expected[0], rtol=1e-10, atol=1e-10)
 
 
 class AskedWidths(TorchDispatchMode):
