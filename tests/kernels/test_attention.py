@@ -21,20 +21,20 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-@pytest.mark.parametrize("number, pattern", [*enumerate(all_patterns())], ids=str)
+@pytest.mark.parametrize("number, pattern", [*enumerate(all_patterns()[::4])], ids=str)
 def test_flex_agrees_with_the_reference(number: int, pattern: Pattern) -> None:
-    """Some patterns also over queries behind a cache, and where heads share keys."""
+    """Two oracles, which share the masks alone: also over queries behind a cache, and where heads share keys."""
     rows = make_inputs(Shape(1, 3, 33, 16, 16), torch.float64)[:3]
     shared = make_inputs(Shape(1, 4, 33, 16, 16, 2), torch.float64)[:3]
     cases = (rows, None), ((rows[0][:, :, 7:20], *rows[1:]), 7), (shared, None)
-    for (q, *keys), first in cases if number % 7 == 0 else cases[:1]:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-            found, wanted = (
-                sparse_attention(q, *keys, pattern, backend=name, return_lse=True, first_query=first)
-                for name in ("flex", "reference")
-            )
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    (q, *keys), first = cases[number % 3]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        found, wanted = (
+            sparse_attention(q, *keys, pattern, backend=name, return_lse=True, first_query=first)
+            for name in ("flex", "reference")
+        )
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_the_reference_equals_torchs_dense_attention() -> None:

@@ -9,42 +9,36 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstride.kernels import CachedAttention, ConfigError, attend_one, plan, sparse_attention
+from longstride.kernels import CachedAttention, attend_one, plan, sparse_attention
 from longstride.kernels.backends.cpu import decode as cpu_decode
 from longstride.kernels.patterns import Dense, Fixed, Pattern, Strided, Summary
-from tests.harness.backends import DEVICES, WITH_TRITON
 from tests.harness.oracles import Inputs, Shape, example_patterns, make_inputs
 from tests.kernels.test_decoding import LISTS
 
 
-def written_rows(inputs: Inputs, backend: str, by_position: bool) -> tuple[Tensor, Tensor]:
+def empty_rows(inputs: Inputs, by_position: bool = True) -> list[Tensor]:
     """Caches for all rows, none written: head by head or position by position in memory."""
-    made = []
-    for x in (inputs.k, inputs.v):
-        batch, heads, context, width = x.shape
-        order = (context, batch, heads, width) if by_position else x.shape
-        rows = torch.full(order, float("nan"), dtype=x.dtype, device=DEVICES[backend])
-        made.append(rows.permute(1, 2, 0, 3) if by_position else rows)
-    return made[0], made[1]
+    rows = [torch.full_like(x, float("nan")) for x in (inputs.k, inputs.v)]
+    return [x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for x in rows] if by_position else rows
 
 
 def walk(attend: CachedAttention, inputs: Inputs, first: int) -> Tensor:
     """Writes row after row and attends from each, (B, H, ·, Dv)."""
     found = []
     for position in range(first, inputs.q.shape[2]):
-        attend.k[:, :, position] = inputs.k[:, :, position].to(attend.k.device)
-        attend.v[:, :, position] = inputs.v[:, :, position].to(attend.v.device)
-        found.append(attend(inputs.q[:, :, position].to(attend.k.device), position).cpu())
+        attend.k[:, :, position] = inputs.k[:, :, position]
+        attend.v[:, :, position] = inputs.v[:, :, position]
+        found.append(attend(inputs.q[:, :, position], position))
     return torch.stack(found, 2)
 
 
-@pytest.mark.parametrize("backend, by_position", [("cpu", False), ("cpu", True), ("reference", False)])
+@pytest.mark.parametrize("by_position", [False, True])
 @pytest.mark.parametrize("patterns", [*([p] * 3 for p in example_patterns()), *LISTS], ids=str)
-def test_a_cache_that_is_written_row_by_row(patterns: list[Pattern], backend: str, by_position: bool) -> None:
+def test_a_cache_that_is_written_row_by_row(patterns: list[Pattern], by_position: bool) -> None:
     """From the start, from the middle on with other rows, and anew after what lay before was changed."""
     shape = Shape(2, len(patterns), 72, 8, 12)
     inputs, other = (make_inputs(shape, torch.float64, seed=seed) for seed in (1, 2))
-    attend = CachedAttention(*written_rows(inputs, backend, by_position), patterns, backend=backend)
+    attend = CachedAttention(*empty_rows(inputs, by_position), patterns, backend="cpu")
 
     def check_rows(first: int, rows: Inputs, whole: Inputs) -> None:
         wanted = sparse_attention(*whole[:3], patterns, backend="reference")[:, :, first:]
@@ -68,11 +62,11 @@ def test_limits_decide_about_speed_alone(most_gathered: int, most_alone: int, mo
     cpu_decode.query_reads.cache_clear()
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    inputs = make_inputs(Shape(2, 2, 72, 8, 12), torch.float64)
+    inputs = make_inputs(Shape(2, 2, 40, 8, 12), torch.float64)
     try:
         for pattern in (Strided(8), Fixed(8, 2), Dense()):
             wanted = sparse_attention(*inputs[:3], pattern, backend="reference")
-            found = walk(CachedAttention(*written_rows(inputs, "cpu", True), pattern), inputs, 0)
+            found = walk(CachedAttention(*empty_rows(inputs), pattern), inputs, 0)
             torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     finally:
         torch.set_num_threads(before)
@@ -81,7 +75,7 @@ def test_limits_decide_about_speed_alone(most_gathered: int, most_alone: int, mo
 
 def test_a_default_device_is_none_of_a_caches_business() -> None:
     inputs = make_inputs(Shape(1, 2, 72, 16, 16), torch.float32)
-    attends = [CachedAttention(*written_rows(inputs, "cpu", True), pattern) for pattern in (Strided(8), Fixed(8, 2))]
+    attends = [CachedAttention(*empty_rows(inputs), pattern) for pattern in (Strided(8), Fixed(8, 2))]
     for attend in attends:
         wanted = walk(attend, inputs, 0)
         attend.forget()
@@ -90,21 +84,12 @@ def test_a_default_device_is_none_of_a_caches_business() -> None:
         assert torch.equal(found, wanted)
 
 
-@WITH_TRITON
-@pytest.mark.parametrize("pattern", [Strided(8), Fixed(8, 2)], ids=str)
-def test_a_cache_of_the_kernels_is_written_row_by_row(pattern: Pattern) -> None:
-    inputs = make_inputs(Shape(1, 2, 24, 16, 16), torch.float32)
-    attend = CachedAttention(*written_rows(inputs, "triton", True), pattern, backend="triton")
-    wanted = sparse_attention(*inputs[:3], pattern, backend="reference")
-    torch.testing.assert_close(walk(attend, inputs, 0), wanted, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_copies_of_narrow_rows_are_as_precise(dtype: torch.dtype) -> None:
     inputs = make_inputs(Shape(2, 2, 72, 16, 16), dtype)
     for pattern in (Strided(8), Fixed(8, 3)):
         for by_position in (False, True):
-            attend = CachedAttention(*written_rows(inputs, "cpu", by_position), pattern)
+            attend = CachedAttention(*empty_rows(inputs, by_position), pattern)
             found = walk(attend, inputs, 0)
             rows = [attend_one(inputs.q[:, :, i], inputs.k, inputs.v, pattern, i, backend="cpu") for i in range(72)]
             torch.testing.assert_close(found, torch.stack(rows, 2), rtol=0, atol=2 * torch.finfo(dtype).eps)
@@ -113,7 +98,7 @@ def test_copies_of_narrow_rows_are_as_precise(dtype: torch.dtype) -> None:
 def test_a_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a summary takes of each block is read at all later positions, from the copy."""
     inputs = make_inputs(Shape(1, 2, 72, 16, 16), torch.float32)
-    attend = CachedAttention(*written_rows(inputs, "cpu", True), Summary(8, 3))
+    attend = CachedAttention(*empty_rows(inputs), Summary(8, 3))
     taken: list[plan.RegularPositions] = []
     rows_of = plan.RegularPositions.rows_of
     monkeypatch.setattr(plan.RegularPositions, "rows_of", lambda self, x: taken.append(self) or rows_of(self, x))
@@ -130,7 +115,7 @@ def test_a_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_inference_mode_may_come_and_go(first: Any) -> None:
     inputs = make_inputs(Shape(1, 2, 72, 16, 16), torch.float32)
     for pattern in (Strided(8), Fixed(8, 2)):
-        attend = CachedAttention(*written_rows(inputs, "cpu", True), pattern)
+        attend = CachedAttention(*empty_rows(inputs), pattern)
         with torch.no_grad():
             attend.k.copy_(inputs.k)
             attend.v.copy_(inputs.v)
@@ -164,28 +149,3 @@ class Interrupted(TorchDispatchMode):
             assert torch.get_num_threads() == 1
             raise KeyboardInterrupt
         return func(*args, **(kwargs or {}))
-
-
-def test_a_query_that_does_not_fit_its_cache_is_refused() -> None:
-    k = torch.zeros(1, 2, 9, 16)
-    attend = CachedAttention(k, k, Dense())
-    with pytest.raises(ValueError, match=r"k \(1, 2, 9, 16\) must have the batch and channels of q \(1, 2, 8\)"):
-        attend(torch.zeros(1, 2, 8), 0)
-    with pytest.raises(ValueError, match=r"k is torch.float32: q, k and v must share one of"):
-        attend(torch.zeros(1, 2, 16).half(), 0)
-    with pytest.raises(ValueError, match="q requires a gradient"):
-        attend(torch.zeros(1, 2, 16, requires_grad=True), 0)
-    with pytest.raises(ValueError, match="position=9: must be 0 to 8, within the context"):
-        attend(torch.zeros(1, 2, 16), 9)
-    with torch.no_grad():
-        assert attend(torch.zeros(1, 2, 16, requires_grad=True), 8).shape == (1, 2, 16)
-
-
-def test_a_cache_that_cannot_be_read_is_refused() -> None:
-    k = torch.zeros(1, 2, 9, 16)
-    with pytest.raises(ValueError, match=r"k must be \(B, H, N, D\), not \(2, 9, 16\)"):
-        CachedAttention(k[0], k, Dense())
-    with pytest.raises(ValueError, match="3 patterns for 2 heads"):
-        CachedAttention(k, k, [Dense()] * 3)
-    with pytest.raises(ConfigError, match='backend="flex": must be one of auto, triton, cpu, reference'):
-        CachedAttention(k, k, Dense(), backend="flex")

@@ -92,7 +92,7 @@ def test_two_runs_give_the_same_bits_in_the_order_of_the_inputs(backend: str) ->
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return sparse_attention(q, k, v, Strided(8), backend=backend, return_lse=True)
 
-    for threads in (1, 3):
+    for threads in (1, 3) if backend == "cpu" else (1,):
         torch.set_num_threads(threads)
         runs = [attention_and_gradients(attend, inputs, DEVICES[backend]) for _ in range(2)]
         assert all(torch.equal(runs[0][name], runs[1][name]) for name in RESULTS)
@@ -103,10 +103,10 @@ def test_two_runs_give_the_same_bits_in_the_order_of_the_inputs(backend: str) ->
 @pytest.mark.parametrize(
     "backend, dtype, name",
     [
-        on(backend, dtype, name, marks=repeats(i + j) if backend == "triton" else ())
+        on(backend, dtype, name, marks=[pytest.mark.campaign] if backend == "triton" and i != j else ())
         for backend in ("cpu", "reference", "triton")
         for i, dtype in enumerate((SINGLE, BRAIN))
-        for j, name in enumerate(("random 9", "rounds", "any orders, twice"))
+        for j, name in enumerate(("random 9", "any orders, twice", "rounds"))
     ],
 )
 def test_selections_are_those_of_query_heads(backend: str, dtype: torch.dtype, name: str) -> None:
@@ -121,7 +121,12 @@ def test_selections_are_those_of_query_heads(backend: str, dtype: torch.dtype, n
 @pytest.mark.parametrize(
     "backend, reads, key_heads",
     [
-        on(backend, reads, key_heads, marks=repeats(i + key_heads) if backend == "triton" else ())
+        on(
+            backend,
+            reads,
+            key_heads,
+            marks=[pytest.mark.campaign] if backend == "triton" and i % 4 != key_heads else (),
+        )
         for backend in ("cpu", "reference", "triton")
         for i, reads in enumerate(READS)
         for key_heads in (1, 2)

@@ -32,7 +32,7 @@ from longstride.kernels.backends.triton.configurations import ARCHITECTURES
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024, "sm_86": 99 * 1024}  # a program's most
 RENEW = "run python -m benchmarks.attention.compiled"
-EVERY = 20  # of how many kept cases one is compiled each time
+EVERY = 60  # of how many kept cases one is compiled each time
 
 
 def selected(architecture: str) -> list[str]:
