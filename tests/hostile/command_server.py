@@ -4,8 +4,6 @@
 Its argument is the folder for what the processes print. The answer is a line: how each ended, and what it took.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Hostile files, servers and accidents: `make hostile` runs a sample of each class, `make campaign` all of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 A retry makes the same bytes as an undisturbed run and leaves nothing else, or says in one line what to do.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -5,8 +5,6 @@ Checkpoints and lines are judged without Longstride's own code. The next `--resu
 undisturbed run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

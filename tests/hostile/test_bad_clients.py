@@ -1,7 +1,5 @@
 """Clients that are idle, slow, malformed or many cost nobody else an answer, and the server no memory."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import itertools
 import json

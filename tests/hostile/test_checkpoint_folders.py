@@ -1,7 +1,5 @@
 """Checkpoint folders that are damaged or faked: passed over or refused in a line, and never gone on from otherwise."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

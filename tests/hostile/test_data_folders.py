@@ -1,7 +1,5 @@
 """Data folders, tars, archives and records that lie: one line each, in bounded time and memory, by every data verb."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Working command lines on machines that lack something: a home, room on the disk, a reader, a locale, a folder."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

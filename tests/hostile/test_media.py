@@ -1,7 +1,5 @@
 """Pictures and sounds that lie, alone and among honest ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Exports, checkpoints and compressed files that anybody may have made: refused in a line, or the honest result."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

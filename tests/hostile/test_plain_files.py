@@ -1,7 +1,5 @@
 """What reads a file by its name reads plain files alone, and no more of them than there may be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

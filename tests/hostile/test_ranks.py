@@ -1,7 +1,5 @@
 """Ranks that were given different runs: all end before the first step, and one line says what differs and where."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """From a server that lies come the bytes of the disk, in its order; or one line within bounds of time and bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A reader that never reads holds no run: steps are taken, a stop is handed on and saves, a second one ends all."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """A loader worker that is killed or stopped costs no step: its run saves, says so in a line, and can go on."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

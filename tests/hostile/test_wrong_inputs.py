@@ -1,7 +1,5 @@
 """What a person may get wrong on the command line: one line says it, by a documented code, and nothing is written."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The custom op: what compilers and checkpointing see of it, and how its results lie in memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

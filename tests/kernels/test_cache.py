@@ -1,7 +1,5 @@
 """Caches that are bounded by memory."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

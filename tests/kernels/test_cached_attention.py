@@ -1,7 +1,5 @@
 """Many queries of one cache that is written row by row: against attention over the whole context."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

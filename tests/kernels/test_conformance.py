@@ -3,8 +3,6 @@
 Single queries are in ``test_decoding``; what one backend alone does is in its own file.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The CPU backend alone: its threads, its slabs, and the chunks it works by."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading

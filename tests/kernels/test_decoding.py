@@ -1,7 +1,5 @@
 """One query at a time: against the row of attention over the whole context in fp64, and its reads against the mask."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

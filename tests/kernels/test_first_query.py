@@ -1,7 +1,5 @@
 """Several queries behind a cache: rows of the attention over the whole context, on every backend."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

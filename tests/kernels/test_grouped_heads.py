@@ -3,8 +3,6 @@
 Letters: B batch, H heads of queries, K heads of keys and values, N positions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls by a plan that another call made: the same launches, the same bits; and what has plans of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

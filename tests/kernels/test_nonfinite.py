@@ -7,8 +7,6 @@ context may be lost too, as tiles are multiplied whole.
 Letters: B batch, H heads, N positions, D width of queries and keys, Dv width of values.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

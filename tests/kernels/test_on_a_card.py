@@ -5,8 +5,6 @@ small sizes in the interpreter, few of each kind, so that what meets a card has 
 Letters: B batch, H heads, N positions, D head width; l stride, c summary of a pattern.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

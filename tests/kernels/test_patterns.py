@@ -1,7 +1,5 @@
 """Patterns against their definitions in loops, their closed forms, and their JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, reduce
 from typing import Any

@@ -1,7 +1,5 @@
 """What layers of a pattern reach, how random blocks are drawn, and what plans cost."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce

@@ -1,7 +1,5 @@
 """What sections of a context read of each other, against masks."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

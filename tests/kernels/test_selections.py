@@ -3,8 +3,6 @@
 Letters: B batch, H heads, N positions.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

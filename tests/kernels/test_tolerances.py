@@ -3,8 +3,6 @@
 Letters: N positions, D width.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The Triton backend alone: its tiles, passes and slices, in the interpreter where there is no card."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -5,8 +5,6 @@ kernels as long as their sources and Triton are the same; some are compiled each
 out. Any other Triton compiles them all. ``python -m benchmarks.attention.compiled`` writes the file anew.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """What a launch reads: passes, segments, closed forms as integers, and the sources of a workspace."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 Letters: B batch, H heads, N positions.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Patterns that read later positions: on every backend, and refused where order is needed."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Letters: B batch, H heads, N positions, D head width, R ramp, z span.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is called bare computes what the module computes, unless someone has put something around it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The network of BERT (Devlin et al. 2019) is a configuration: held against its formula, and transformers' own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

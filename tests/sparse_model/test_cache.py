@@ -1,7 +1,5 @@
 """A cache knows what the full context knows, in every dtype and at every length; test_parts.py has every system."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -4,8 +4,6 @@ In fp64 the two differ by the order of sums: of B·N rows, of a few hundred chan
 2⁻⁵² of its terms for each of them; ``BOUND`` leaves 2¹² such steps, relative to the largest number of a tensor.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -3,8 +3,6 @@
 Letters: B batch, H heads, N positions, D head width, W keys of a row.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixtures of experts against their formulas, and against DeepSpeed's gating."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Feed-forward in chunks against the plain graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Image GPT (Chen et al. 2020) is a configuration: held against transformers' own with the same weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

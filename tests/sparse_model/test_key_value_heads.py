@@ -3,8 +3,6 @@
 ``test_systems`` has what such models share with all others.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parts that came after the paper: each against its definition, and all of them together as the paper's are held."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention by hashing against the paper's formula by loops, its cost, its state, and wrong configurations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

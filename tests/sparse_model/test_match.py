@@ -1,7 +1,5 @@
 """Attention to where the last tokens came before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention to chosen blocks. Letters: B batch, H heads, N positions, D head width."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Hash n-gram embeddings: the hash, what a row depends on, and the rows of generation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

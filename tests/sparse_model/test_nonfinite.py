@@ -3,8 +3,6 @@
 Letters: B batch, N positions, C width.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 Letters: B batch, N positions, V vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

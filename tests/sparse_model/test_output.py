@@ -1,7 +1,5 @@
 """The loss without the logits of a whole context, against torch's own cross-entropy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

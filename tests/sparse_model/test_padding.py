@@ -3,8 +3,6 @@
 Letters: B batch, N positions.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

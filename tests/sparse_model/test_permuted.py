@@ -3,8 +3,6 @@
 Letters: B batch, N positions, R rows of the network, V vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

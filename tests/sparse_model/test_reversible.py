@@ -1,7 +1,5 @@
 """Reversible blocks: the gradients of their formula, inputs that come back to the bit, memory that is flat in depth."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Routing attention against its formulas written out, and its centroids."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention in which keys travel to the section of a context that reads them, held against whole contexts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A session: the same bits each time, room for so many tokens, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

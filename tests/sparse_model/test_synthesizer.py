@@ -1,7 +1,5 @@
 """Synthesized scores against the paper's formulas written out, and what of a synthesizer other attention has not."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

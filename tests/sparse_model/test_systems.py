@@ -1,7 +1,5 @@
 """What every model has to hold, whatever its sub-layers are, and the orders in which they stand."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

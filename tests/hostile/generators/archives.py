@@ -1,7 +1,5 @@
 """Tars, compressed ones, pickles and arrays that state what is not there, or what nobody could hold."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import pickle

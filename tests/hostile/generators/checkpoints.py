@@ -3,8 +3,6 @@
 Each is done to a run folder in place, whose newest checkpoint is the one that is spoilt.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

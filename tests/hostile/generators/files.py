@@ -1,7 +1,5 @@
 """Files that are no files, and JSON that is too much: what may lie in the place of any file that is read."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

@@ -5,8 +5,6 @@
 Answers honour ranges unless their kind says otherwise.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import socket

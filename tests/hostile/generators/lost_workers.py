@@ -3,8 +3,6 @@
 Asked for by the environment of tests/harness/processes/worker.py: LOSE_WORKER is `WHAT,WHEN,RANK,STEP,NOTE`.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Pictures and sounds that state what is not there, or what nobody could hold."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Hostile models: what may lie in the place of a model's configuration, of an export's weights, or of a `.lsz`."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import zlib

@@ -1,7 +1,5 @@
 """Hostile pickles: what may lie in the place of one of a checkpoint's, and a manifest that agrees with it."""
 
-from __future__ import annotations
-
 import pickle
 import tarfile
 import warnings

@@ -1,7 +1,5 @@
 """Data folders that lie: manifests of other types, and sealed ones whose counts and places are not the files'."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
