@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longstride.kernels import selected_attention, sparse_attention
-from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.patterns import Fixed, Pattern, Strided
 from longstride.kernels.selections import Selection, recent_members
 from tests.harness.backends import DEVICES, on, use_tiles
@@ -98,15 +97,6 @@ def test_the_op_is_what_it_tells_compilers(backend: str, device: str, case: str)
         leaves[0] = leaves[0].detach()[:, :, 3:10].requires_grad_()
     patterns, first = repr([{"type": "local", "window": 5}] * 2), 3 if case == "behind a cache" else -1
     torch.library.opcheck(torch.ops.longstride.attention.default, (*leaves, patterns, 0.25, backend, first))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_rows_are_allocated_in_the_order_of_their_model(dtype: torch.dtype) -> None:
-    packed = torch.empty(2, 8, 3 * 2 * 4)  # (B, N, H * D) of q, k and v
-    cut = packed.split(8, -1)[1].unflatten(-1, (2, 4)).transpose(1, 2)
-    found = empty_like_rows(cut, accumulator_dtype(dtype))
-    assert found.shape == cut.shape == (2, 2, 8, 4) and found.dtype == accumulator_dtype(dtype)
-    assert found.transpose(1, 2).is_contiguous() and empty_like_rows(cut.contiguous()).is_contiguous()
 
 
 def selection_of(q: Tensor) -> Selection:

@@ -16,7 +16,7 @@ from longstride.kernels.backends import empty_like_rows
 from longstride.kernels.backends.cpu import attention as cpu
 from longstride.kernels.backends.cpu import selected, slabs
 from longstride.kernels.backends.cpu.chunks import MAX_PAIRS, Chunks, chunked
-from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, PatternPart, Strided, Summary
+from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from longstride.kernels.plan import view
 from longstride.kernels.selections import Part, Selection, recent_members
 from tests.harness.backends import MIXES
@@ -25,7 +25,6 @@ from tests.harness.oracles import (
     assert_within_precision,
     attention_and_gradients,
     check_against_reference,
-    example_patterns,
     make_inputs,
 )
 
@@ -34,21 +33,10 @@ def _name(pattern: Pattern) -> str:
     return str(pattern).replace(" ", "")
 
 
-def _parts() -> list[PatternPart]:
-    return [part for pattern in example_patterns() for head in range(3) for part in pattern.for_head(head).parts()]
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | list[Pattern]) -> tuple[Tensor, Tensor]:
     found = sparse_attention(q, k, v, pattern, backend="cpu", return_lse=True)
     assert isinstance(found, tuple)
     return found
-
-
-def test_cpu_says_why_not() -> None:
-    x = torch.empty(1, 1, 4, 16, device="meta")
-    assert "CPU tensors" in str(cpu.why_not(x, x, x))
-    x = torch.empty(1, 1, 4, 16)
-    assert cpu.why_not(x, x, x) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -203,32 +191,6 @@ def test_an_error_in_one_thread_is_everybodys(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match=r"^no room$"):
         _attend(*make_inputs(Shape(2, 2, 40, 16, 16), torch.float32)[:3], Local(8))
     assert torch.get_num_threads() == 3
-
-
-@pytest.mark.parametrize("context", [1, 40, 96, 101])
-@pytest.mark.parametrize("part", _parts(), ids=str)
-def test_chunks_cover_every_pair_once(part: PatternPart, context: int) -> None:
-    chunks = chunked(part, context)
-    seen = torch.zeros(context, chunks.num_keys, dtype=torch.int64)
-    rows_seen = torch.zeros(context, dtype=torch.int64)
-    for batch in chunks.batches:
-        allowed = torch.ones(batch.rows, batch.width, dtype=torch.int64)
-        for edge in batch.edges:
-            allowed[:, edge.first : edge.last] = edge.bias == 0
-        assert batch.has_blind_rows == bool((allowed.sum(1) == 0).any())
-        for i in range(batch.count):
-            row, key = batch.row + i * batch.row_step, batch.key + i * batch.key_step
-            seen[row : row + batch.rows, key : key + batch.width] += allowed
-            rows_seen[row : row + batch.rows] += 1
-    if chunks.columns is not None:
-        q, k = (order(torch.arange(order.length)) for order in chunks.columns)
-    else:
-        natural = torch.arange(context)
-        q = natural if chunks.query_order is None else chunks.query_order
-        k = natural if chunks.key_order is None else chunks.key_order
-    assert torch.equal(seen, part.mask(q[:, None], k[None]).long())
-    assert chunks.has_all_rows == bool((rows_seen == 1).all())
-    assert int(rows_seen.max()) <= 1
 
 
 def test_chunks_are_aligned() -> None:

@@ -90,11 +90,6 @@ def ours(reads: Reads) -> Callable[..., tuple[Tensor, Tensor]]:
     return lambda q, k, v: sparse_attention(q, k, v, reads, backend="triton", return_lse=True)
 
 
-def check_pattern(reads: Reads, dtype: torch.dtype, width: int, *, context: int = N, heads: int = 2) -> None:
-    shape = Shape(1, heads, context, width, width)
-    check(ours(reads), mask_of(reads, heads, context), dtype, shape)
-
-
 @pytest.mark.parametrize("dtype", [BRAIN, torch.float64], ids=str)
 def test_the_oracle_in_chunks_is_the_whole(dtype: torch.dtype) -> None:
     """37 rows at a time, the last chunk shorter; and exact results are those of the specification."""
@@ -127,22 +122,6 @@ OTHERS: tuple[Pattern, ...] = (
     BigBird(L // 2, window=3, globals=1, random=2),
 )
 OTHERS += tuple(each for each in example_patterns() if type(each) not in {type(known) for known in (*MAIN, *OTHERS)})
-KINDS = [
-    *((pattern, BRAIN, 64) for pattern in (*MAIN, *OTHERS)),
-    *((pattern, dtype, width) for pattern in MAIN for dtype in DTYPES[:3] for width in (64, 128, 256)),
-    *((pattern, HALF, 80) for pattern in MAIN),  # a width that is padded
-]
-
-
-@pytest.mark.parametrize(
-    "pattern, dtype, width",
-    some(list(dict.fromkeys(KINDS)), (Fixed(L, C), BRAIN, 24), (Local(2 * L), SINGLE, 16)),
-    ids=str,
-)
-def test_patterns_are_within_precision(pattern: Pattern, dtype: torch.dtype, width: int) -> None:
-    check_pattern(pattern, dtype, width)
-
-
 MIXES: tuple[list[Pattern], ...] = (
     [Local(L), Column(L), Fixed(L, C)],
     [Summary(L, C), Dense(), Strided(L), Block(L)],
@@ -150,35 +129,54 @@ MIXES: tuple[list[Pattern], ...] = (
 )
 
 
-@pytest.mark.parametrize(
-    "heads, dtype", some([(m, d) for m in MIXES for d in (BRAIN, SINGLE)], (MIXES[2], BRAIN)), ids=str
-)
-def test_heads_that_differ_are_within_precision(heads: list[Pattern], dtype: torch.dtype) -> None:
-    width = 64 if CARD else 16
-    shape = Shape(2, len(heads), N, width, width // 2)
-    check(ours(heads), mask_of(heads, len(heads), N), dtype, shape, grad_lse=True)
+def sized(heads: int, context: int, width: int, **sizes: int) -> Shape:
+    """The shape of a case; several heads that differ have narrow values and two contexts."""
+    return Shape(**{"batch": 1, "heads": heads, "context": context, "width": width, "value_width": width, **sizes})
 
 
-@pytest.mark.parametrize(
-    "reads, dtype, width",
-    some([(p, d, w) for p in MAIN for d, w in ((BRAIN, 64), (HALF, 128), (SINGLE, 64))], (Fixed(L, C), BRAIN, 16)),
-    ids=str,
-)
-def test_heads_that_share_keys_are_within_precision(reads: Reads, dtype: torch.dtype, width: int) -> None:
-    shape = Shape(1, 4, N, width, width, key_heads=2)
-    check(ours(reads), mask_of(reads, 4, N), dtype, shape)
+def case(name: str, reads: Reads, dtype: torch.dtype, shape: Shape, grad_lse: bool = False) -> Any:
+    return pytest.param(reads, dtype, shape, grad_lse, id=f"{name}-{reads}-{dtype}-{shape.width}-{shape.context}")
 
 
-@pytest.mark.parametrize(
-    "pattern, context",
-    some(
-        [(p, n) for n in (12_288, 65_536) for p in (Local(1_024), Column(256), Strided(256), Fixed(256, 8))],
-        (Block(64), 320),
-    ),
-    ids=str,
-)
-def test_long_contexts_are_within_precision(pattern: Pattern, context: int) -> None:
-    check_pattern(pattern, BRAIN, 64 if CARD else 16, context=context, heads=1)
+def of_several(name: str, reads: list[Pattern], dtype: torch.dtype, width: int) -> Any:
+    return case(name, reads, dtype, sized(len(reads), N, width, batch=2, value_width=width // 2), True)
+
+
+SMALL = {"narrow": (24, 16), "wide": (128, 128)}  # a context that no tile divides: for compute-sanitizer
+CASES = some(
+    [
+        *(case("pattern", pattern, BRAIN, sized(2, N, 64)) for pattern in (*MAIN, *OTHERS)),
+        *(
+            case("pattern", p, d, sized(2, N, w))
+            for p in MAIN for d in DTYPES[:3] for w in (64, 128, 256) if (d, w) != (BRAIN, 64)
+        ),
+        *(case("padded", pattern, HALF, sized(2, N, 80)) for pattern in MAIN),
+        *(of_several("heads that differ", mix, dtype, 64) for mix in MIXES for dtype in (BRAIN, SINGLE)),
+        *(
+            case("shared keys", p, d, sized(4, N, w, key_heads=2))
+            for p in MAIN for d, w in ((BRAIN, 64), (HALF, 128), (SINGLE, 64))
+        ),
+        *(
+            case("long", p, BRAIN, sized(1, n, 64))
+            for n in (12_288, 65_536) for p in (Local(1_024), Column(256), Strided(256), Fixed(256, 8))
+        ),
+        *(
+            case(f"small_and_ragged-{name}", reads, BRAIN, Shape(2, 3, 301, *widths), True)
+            for reads in (*MAIN, *OTHERS[2:5], MIXES[0]) for name, widths in SMALL.items()
+        ),
+    ],
+    case("pattern", Fixed(L, C), BRAIN, sized(2, N, 24)),
+    case("pattern", Local(2 * L), SINGLE, sized(2, N, 16)),
+    of_several("heads that differ", MIXES[2], BRAIN, 16),
+    case("shared keys", Fixed(L, C), BRAIN, sized(4, N, 16, key_heads=2)),
+    case("long", Block(64), BRAIN, sized(1, 320, 16)),
+    case("small_and_ragged-narrow", Strided(L), BRAIN, Shape(2, 3, 45, *SMALL["narrow"]), True),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("reads, dtype, shape, grad_lse", CASES)
+def test_results_are_within_precision(reads: Reads, dtype: torch.dtype, shape: Shape, grad_lse: bool) -> None:
+    check(ours(reads), mask_of(reads, shape.heads, shape.context), dtype, shape, grad_lse=grad_lse)
 
 
 # Configurations
@@ -233,7 +231,8 @@ def test_every_shipped_configuration_is_within_precision(
             assert closed_choice((one,), patterns, CLOSED) is not None
         else:
             assert any(choice.closed for choice in choose((one,), patterns, CLOSED, "queries", "all", (one,)))
-    check_pattern(pattern, dtype, width, context=CLOSED if kernel.startswith("closed") else N + L)
+    context = CLOSED if kernel.startswith("closed") else N + L
+    check(ours(pattern), mask_of(pattern, 2, context), dtype, sized(2, context, width))
 
 
 # Selections and single queries
@@ -378,18 +377,3 @@ def test_a_compiled_layer_is_the_layer(pattern: Pattern) -> None:
         kept.append([out.detach(), *torch.autograd.grad(out, leaves, inputs.grad_out.to(DEVICE))])
     for found in kept[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found, kept[0], strict=True))
-
-
-WIDTHS = {"narrow": (24, 16), "wide": (128, 128)}
-
-
-@pytest.mark.parametrize(
-    "reads, widths",
-    some([(reads, name) for reads in (*MAIN, *OTHERS[2:5], MIXES[0]) for name in WIDTHS], (Strided(L), "narrow")),
-    ids=str,
-)
-def test_small_and_ragged(reads: Reads, widths: str) -> None:
-    """A context that no tile divides: what compute-sanitizer is to watch."""
-    heads, context = 3, 301 if CARD else 45
-    shape = Shape(2, heads, context, *WIDTHS[widths])
-    check(ours(reads), mask_of(reads, heads, context), BRAIN, shape, grad_lse=True)

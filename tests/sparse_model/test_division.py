@@ -77,22 +77,11 @@ PASSES: dict[str, Pass] = {
         for name, of in TWO_SIDED.items()
     },
 }  # fmt: skip
-WIDE: dict[str, Pass] = {
-    **{name: Pass({"attention": attention, "dropout": 0.1}) for name, attention in ATTENTIONS.items()},
-    **{f"{name}, documents apart": Pass({"attention": of}, begins=(13, 14)) for name, of in ATTENTIONS.items()},
-    **{name: Pass({"dropout": 0.1, **changes}) for name, changes in SYSTEMS.items()},
-    **{f"{name}, recomputed": Pass(changes, batch=1, recompute=True) for name, changes in SYSTEMS.items()},
-}
-WIDE |= {
-    f"{name}, {exchange}": Pass({"context": 64, "attention": attention, "dropout": 0.1}, exchange=exchange)
-    for name, attention in ATTENTIONS.items()
-    for exchange in ("keys", "auto")
-}
 
 
 @functools.cache
 def undivided(name: str) -> Any:
-    return one_pass((PASSES | WIDE)[name], Division())
+    return one_pass(PASSES[name], Division())
 
 
 @pytest.mark.parametrize(
@@ -100,12 +89,11 @@ def undivided(name: str) -> Any:
     [
         *((name, 4) for name in PASSES),
         *(pytest.param(name, 2, marks=pytest.mark.campaign) for name in PASSES),
-        *(pytest.param(name, size, marks=pytest.mark.campaign) for name in WIDE for size in (2, 4)),
     ],
 )
 def test_processes_have_together_what_one_has(name: str, size: int) -> None:
     """Nats, auxiliary loss, statistics, every gradient, and what is drawn next."""
-    asked = (PASSES | WIDE)[name]
+    asked = PASSES[name]
     found, wanted = joined(divided(asked, size)), undivided(name)
     bound = ON_GRID if asked.changes.get("reversible") else BOUND
     numbers = {"nats": (found.nats, wanted.nats)}
