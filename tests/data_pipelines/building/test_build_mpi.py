@@ -17,7 +17,6 @@ from tests.harness.data.builds import (
     numbered_files,
     outcome,
     start,
-    stop_half_way,
     worker_words,
     write_files,
 )
@@ -107,19 +106,6 @@ def test_build_with_a_mistake_of_ours_on_one_rank_ends_on_all(source, tmp_path):
     """An unexpected error ends the job with a traceback; otherwise the other ranks would wait for ever."""
     code, _, err = outcome(start(worker_words(source, tmp_path / "data", ARGUMENTS, fail_on=1), ranks=2))
     assert code not in (0, 2) and "RuntimeError: a mistake of ours" in err
-
-
-def test_build_goes_on_with_another_number_of_ranks(source, alone, tmp_path):
-    stop_half_way(build, [source], tmp_path / "data", **ARGUMENTS)
-    place = tmp_path / ".data.unfinished"
-    kept = {path.stem: (place / "data" / f"{path.stem}.tar").stat() for path in place.glob("records/*")}
-    code, _, errors = ended(start(worker_words(source, tmp_path / "data", ARGUMENTS), ranks=3))
-    assert (code, errors) == (0, [])
-    assert folder_bytes(tmp_path / "data") == folder_bytes(alone)
-    assert len(kept) > 3
-    for name, before in kept.items():
-        now = (tmp_path / "data" / f"{name}.tar").stat()
-        assert (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_crew_without_launcher_does_not_touch_mpi(monkeypatch):

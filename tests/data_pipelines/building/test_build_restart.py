@@ -5,13 +5,10 @@ import fcntl
 import importlib
 import json
 import os
-import random
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +33,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are found
 ARGUMENTS = {"validation_fraction": 0.1, "shard_bytes": 1200}
 
 
-@dataclass(frozen=True)
-class Undisturbed:
-    """An input, and its data folder from an undisturbed build."""
-
-    source: Path
-    folder: Path
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Undisturbed:
-    """Build some 60 shards."""
-    base = tmp_path_factory.mktemp("undisturbed")
-    write_files(base / "source", numbered_files(300))
-    build([base / "source"], base / "data", **ARGUMENTS)
-    return Undisturbed(base / "source", base / "data")
-
-
 def finished_shards(output: Path) -> dict[str, tuple[int, int]]:
     """Return inode and modification time of every shard and index that must not be written again."""
     place = output.parent / f".{output.name}.unfinished"
@@ -64,60 +44,23 @@ def finished_shards(output: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in files}
 
 
-def kill_when(process: subprocess.Popen[str], moment: Callable[[], bool]) -> None:
-    """Kills a build at a moment, unless it has ended before."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while process.poll() is None and not moment():
-        assert time.monotonic() < deadline
+@pytest.mark.parametrize("ranks", [(1, 3), (2, 1)], ids=str)
+def test_build_goes_on_after_a_kill_with_another_number_of_ranks(ranks, tmp_path):
+    source = write_files(tmp_path / "source", numbered_files(300))
+    build([source], tmp_path / "undisturbed", **ARGUMENTS)
+    words, place = worker_words(source, tmp_path / "data", ARGUMENTS), tmp_path / ".data.unfinished"
+    killed, deadline = start(words, ranks=ranks[0]), time.monotonic() + PATIENCE_SECONDS
+    while len(list(place.glob("records/*.json"))) < 10:
+        assert killed.poll() is None and time.monotonic() < deadline
         time.sleep(0.0005)
-    kill_session(process)
-
-
-def kill_and_go_on(undisturbed: Undisturbed, folder: Path, seed: int, kills: int) -> None:
-    """Kill builds, by one process and by two ranks, so many times in all; each goes on until it is whole.
-
-    Every third kill lands when the last file is written; the others at random, so that several may meet one build.
-    After each there is no output or a whole one, and what was finished is never made again.
-    """
-    generator = random.Random(seed)
-    output = folder / "data"
-    place = folder / ".data.unfinished"
-    wanted = folder_bytes(undisturbed.folder)
-    words = worker_words(undisturbed.source, output, ARGUMENTS)
-    kept: dict[str, tuple[int, int]] = {}
-    for number in range(kills):
-        at_the_end = number % 3 == 2
-        files = len(kept) + int(0.7 * generator.random() * (len(wanted) - len(kept)))
-
-        def moment(at_the_end: bool = at_the_end, files: int = files) -> bool:
-            if at_the_end:
-                return (place / "data" / "manifest.json").exists() or output.exists()
-            return 2 * len(list(place.glob("records/*.json"))) > files
-
-        kill_when(start(words, ranks=generator.choice((1, 2))), moment)
-        assert not output.exists() or folder_bytes(output) == wanted
-        now = finished_shards(output)
-        assert now.items() >= kept.items()
-        kept = now
-        if at_the_end or output.exists():
-            code, _, errors = ended(start(words, ranks=generator.choice((1, 2))))
-            assert (code, errors) == (0, [])
-            assert folder_bytes(output) == wanted
-            assert finished_shards(output).items() >= kept.items()
-            assert [path.name for path in folder.iterdir()] == ["data"]
-            assert len(kept) > 20
-            shutil.rmtree(output)
-            kept = {}
-
-
-def test_build_goes_on_after_kills(undisturbed, tmp_path):
-    kill_and_go_on(undisturbed, tmp_path, seed=0, kills=3)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("seed", range(1, 9))
-def test_build_goes_on_after_many_kills(undisturbed, tmp_path, seed):
-    kill_and_go_on(undisturbed, tmp_path, seed, kills=6)
+    kill_session(killed)
+    assert not (tmp_path / "data").exists()
+    finished = finished_shards(tmp_path / "data")
+    code, _, errors = ended(start(words, ranks=ranks[1]))
+    assert (code, errors) == (0, []) and len(finished) >= 2 * 10
+    assert folder_bytes(tmp_path / "data") == folder_bytes(tmp_path / "undisturbed")
+    assert finished_shards(tmp_path / "data").items() >= finished.items()
+    assert not place.exists()
 
 
 def die_everywhere(tmp_path: Path, source: Path, arguments: dict[str, Any]) -> int:

@@ -49,8 +49,8 @@ class ForkServer:
         Args:
             arguments: of launcher/train.py.
             world_size: the number of ranks.
-            traced: {rank, work, last}: operations on files are logged, for the rank's first `save`, for one in the
-                `background`, or while it does `prepare` its folder. It is killed at operation `last`, or after all.
+            traced: {rank, last}: operations on files of the rank's first save are logged. It is killed at operation
+                `last`, or after all.
             failing: {rank, steps, bytes, folder, stop}: in the saves of these steps the rank can write no longer file,
                 and None for `bytes` removes the folder. In step `stop` it gets SIGTERM.
             chunk_rows: of a model that works in chunks.

@@ -5,7 +5,6 @@ from __future__ import annotations
 # ruff: noqa: E402  libraries are settled before they are imported
 import functools
 import importlib.metadata
-import itertools
 import json
 import os
 import resource
@@ -31,11 +30,9 @@ settle_libraries(os.environ)
 import longstride.launcher.checkpoints.saving as saving
 import longstride.launcher.evaluation.evaluate as evaluate
 import longstride.launcher.train as entry
-import longstride.launcher.training as training
 import longstride.launcher.training.loop as loop
 from longstride.launcher import cli
 from longstride.launcher.checkpoints import restoring
-from longstride.launcher.checkpoints.saved_state import SavedState
 from longstride.launcher.engine.states import TABLES
 from longstride.launcher.ranks.processes import Ranks, leave
 from longstride.launcher.stops import StopFlag
@@ -324,35 +321,18 @@ def spoil_after_load(_: str) -> None:
                 parameter.mul_(1.001)
 
 
-def kill_in_conversion(number: str) -> None:
-    """Kill this rank when it reads piece ``number`` of a checkpoint of another layout."""
-    calls = itertools.count(1)
-
-    @replacing(SavedState, "elements")
-    def count(elements: Any, *args: Any) -> Any:
-        if next(calls) == int(number):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return elements(*args)
-
-
 def trace(text: str) -> None:
-    """Log the operations on files of the first call of a piece of work, and kill this rank during or after it."""
+    """Log the operations on files of the first save, not in the background; kill this rank during or after it."""
     case = json.loads(text)
     if case["rank"] != int(os.environ["RANK"]):
         return
-    owner, name = (training, "prepare_folder") if case["work"] == "prepare" else (saving.Saver, "save")
-    in_background = case["work"] == "background"
 
-    @replacing(owner, name)
-    def traced(original: Any, *arguments: Any) -> None:
-        faults.arm("/", "kill before", case["last"], case["log"], every_thread=in_background)
-        original(*arguments)
-        if not in_background:
-            faults.disarm()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if in_background:
-        finish_and(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    @replacing(saving.Saver, "save")
+    def traced(save: Any, *arguments: Any) -> None:
+        faults.arm("/", "kill before", case["last"], case["log"])
+        save(*arguments)
+        faults.disarm()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def finish_and(then: Callable[[], object]) -> None:
@@ -399,7 +379,6 @@ def cause_fault(text: str) -> None:
 CHANGES: dict[str, Callable[[str], object]] = {  # by variable; each gets its value
     "VERSIONS": tell_versions,
     "SPOIL_AFTER_LOAD": spoil_after_load,
-    "KILL_IN_CONVERSION": kill_in_conversion,
     "SPOIL": spoil,
     "HALT": halt,
     "LOSE_WORKER": lose_worker,

@@ -248,18 +248,6 @@ def told(leg: Leg) -> str:
     return " ".join([f"{leg.processes} x ZeRO {leg.stage} {leg.precision}", *leg.others])
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-def test_probes_change_nothing(stage: int, precision: str, trained: Trained) -> None:
-    overrides = (f"deepspeed=zero{stage}_{precision}",)
-    run = trained(f"zero{stage}-{precision}-probed", 2, *overrides, "train.checkpoint_every=1")
-    bare = trained(f"zero{stage}-{precision}-bare", 2, *overrides, "train.checkpoint_every=1", "train.probe=false")
-    assert metrics(run) == metrics(bare)  # bit for bit
-    assert (run / "checkpoints/step-00000004/probe.npy").exists()
-    assert not (bare / "checkpoints/step-00000004/probe.npy").exists()
-
-
 @pytest.fixture
 def two_ranks(trained: Trained, tmp_path: Path) -> tuple[Path, list[str]]:
     """A run of one process in fp32, and the arguments by which two go on with it in ZeRO 2."""
@@ -286,18 +274,6 @@ def test_model_that_computes_otherwise_ends_the_run_before_any_step(two_ranks: t
     assert len(told) == 1 and "the loaded model's loss on probe.npy is" in told[0]
     assert kept_files(run) == before
     assert spawn([*arguments, "train.probe=false"], 2, {"SPOIL_AFTER_LOAD": "1"}).codes == [0, 0]
-
-
-@pytest.mark.campaign
-def test_killed_while_converting_goes_on_by_the_next_start(two_ranks: tuple[Path, list[str]]) -> None:
-    run, arguments = two_ranks
-    before = kept_files(run)
-    ended = spawn(arguments, 2, {"KILL_IN_CONVERSION": "20"})
-    assert -9 in ended.codes and 0 not in ended.codes
-    assert kept_files(run) == before
-    ended = spawn(arguments, 2)
-    assert ended.codes == [0, 0], ended.stderr
-    assert "converted for 2 processes in ZeRO 2" in ended.stderr[0]
 
 
 def section(tmp_path: Path, *overrides: str) -> RunConfig:

@@ -35,7 +35,6 @@ from longstride.launcher.drawing.pattern import (
     connectivity,
     default_query,
     draw_pattern,
-    find_config,
     matrix_size,
     name_of,
     pooled_connectivity,
@@ -250,18 +249,6 @@ def test_every_experiment_is_drawn() -> None:
         figure = draw_pattern(Path(path.stem))
         assert figure.axes
         plt.close(figure)
-
-
-def test_a_file_comes_before_the_experiment_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "demo").touch()
-    assert find_config(Path("demo")) == Path("demo")
-
-
-def test_trust_without_a_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["show", "pattern", "demo", "--trust-checkpoint", "--output", str(tmp_path / "a.png")]) == 2
-    assert capsys.readouterr().err.startswith("longstride: error: --trust-checkpoint: only --text FILE reads a check")
-    assert not list(tmp_path.iterdir())
 
 
 ROUTING = {"type": "routing", "clusters": 3, "window": 5}

@@ -199,7 +199,7 @@ def test_best_one_outlives_a_kill_at_every_operation_of_a_save(
     arguments = ["--config", str(config_file), "train.steps=400", "train.evaluate_every=1", "train.schedule=constant"]
     arguments += ["train.keep_last=1", "train.keep_best=1", "train.checkpoint_every=0", "--resume", "auto"]
     for last in [10**6, *range(1, 10**6)]:
-        assert server.run(arguments, 2, {"rank": 0, "work": "save", "last": last})[0] == -9, server.stderr()
+        assert server.run(arguments, 2, {"rank": 0, "last": last})[0] == -9, server.stderr()
         best = open_checkpoint(run, "best")
         best.verify()
         assert best.manifest.step >= newest
