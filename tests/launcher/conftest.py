@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 from longstride.data_pipelines.building.build import build
-from longstride.launcher import train
+from longstride.launcher import cli, train
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import configuration, files_under, spawn
 from tests.harness.tiny_models import random_export
 
 Make = Callable[[Path], None]
+Refusal = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
@@ -80,6 +83,44 @@ def config_file(data: Path, tmp_path: Path) -> Path:
 def exported(tmp_path: Path) -> Path:
     """An exported model whose every parameter is random: its bytes are anything."""
     return random_export(tmp_path / "model")
+
+
+@pytest.fixture
+def run_copy(trained: Callable[..., Path], tmp_path: Path) -> Path:
+    """A finished run of one process, to be spoilt; `config_file` is its configuration."""
+    return Path(shutil.copytree(trained("alone", 1), tmp_path / "run"))
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that all modules see, which stands."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """A function of a command line -> its refusal in one line; it checks code, form, files and standard output."""
+
+    def run(*words: object) -> str:
+        before = files_under(tmp_path), sorted(tmp_path.rglob("*"))
+        capsys.readouterr()
+        assert cli.main(list(map(str, words))) == WRONG_INPUT
+        assert (files_under(tmp_path), sorted(tmp_path.rglob("*"))) == before
+        out, error = capsys.readouterr()
+        (line,) = error.splitlines()
+        assert out == "" and line.startswith("longstride: error: ")
+        return line.removeprefix("longstride: error: ")
+
+    return run
 
 
 @pytest.fixture

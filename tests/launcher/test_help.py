@@ -19,6 +19,7 @@ from longstride.launcher.cli import GROUPS, VERBS
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.verbs import KEYS, Verb, misspelt_keys
 from tests.harness.runs import ROOT, plain_environment
+from tests.launcher.conftest import Refusal
 
 SCREEN = (80, 40)  # columns and lines
 HEAVY = ("torch", "deepspeed", "triton", "webdataset", "safetensors", "matplotlib", "aiohttp")
@@ -184,9 +185,7 @@ def test_bash_completes_verbs_options_choices_and_files(words: list[str], offere
     assert completed(words, tmp_path) == offered
 
 
-def test_completion_without_shtab_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_without_shtab_is_told(monkeypatch: pytest.MonkeyPatch, refusal: Refusal) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
-    assert cli.main(["completion", "bash"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("longstride: error: completion: needs shtab (") and error.count("\n") == 1
-    assert error.endswith('; pip install "longstride[completion]"\n')
+    line = refusal("completion", "bash")
+    assert line.startswith("completion: needs shtab (") and line.endswith('; pip install "longstride[completion]"')

@@ -20,7 +20,6 @@ from longstride.data_pipelines.modalities.audio import Audio
 from longstride.data_pipelines.palette import Palette
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, open_checkpoint, write_json
-from longstride.launcher.checkpoints.manifest import CheckpointManifest, record_files, write_manifest
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunSetup, TrainingData, WeightSource
 from longstride.launcher.drawing.attention import of_run
@@ -30,6 +29,7 @@ from longstride.launcher.models import ModelData
 from longstride.launcher.ranks import Ranks
 from longstride.launcher.training.initial import InitialWeights
 from longstride.launcher.training.replay import find_sources
+from tests.harness.lines import manifest_of
 from tests.harness.runs import configuration
 from tests.harness.tiny_models import tiny_export
 
@@ -123,19 +123,7 @@ class Made:
         saved.mkdir(parents=True, exist_ok=True)
         (saved / "manifest.json").unlink(missing_ok=True)
         write_json(saved / "config.json", config.to_json())
-        stream = TrainingData(self.config, Ranks()).stream().state
-        manifest = CheckpointManifest(
-            format_version=2,
-            step=1,
-            world_size=1,
-            zero_stage=0,
-            precision="fp32",
-            stream=stream.to_json(),
-            parameter_groups=[],
-            versions={},
-            files=record_files(saved),
-        )
-        write_manifest(saved, manifest)
+        manifest_of(saved, step=1, stream=TrainingData(self.config, Ranks()).stream().state.to_json())
 
     @property
     def checkpoint(self) -> Any:

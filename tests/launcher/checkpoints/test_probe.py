@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
-from longstride.launcher.checkpoints.manifest import FORMAT_VERSION, CheckpointManifest
 from longstride.launcher.checkpoints.probe import PROBE, take_probe
 from longstride.launcher.config import RunConfig
 from longstride.launcher.output.messages import AgreedError
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import SparseTransformer
+from tests.harness.lines import manifest_of
 from tests.harness.runs import configuration
 
 ALONE = Ranks()
@@ -54,10 +54,7 @@ def config_with(**changes: Any) -> RunConfig:
 
 def saved(folder: Path, probe: dict[str, Any] | None) -> Any:
     """The probe of a checkpoint of which there is nothing else."""
-    numbers = {"format_version": FORMAT_VERSION, "step": 4, "world_size": 1, "zero_stage": 0, "precision": "fp32"}
-    rest: dict[str, Any] = {"stream": {}, "parameter_groups": [], "versions": {}, "files": {}}
-    manifest = CheckpointManifest.model_validate(numbers | rest | {"probe": json.loads(json.dumps(probe))})
-    return Checkpoint(folder, manifest).probe
+    return Checkpoint(folder, manifest_of(None, probe=json.loads(json.dumps(probe)))).probe
 
 
 def test_same_weights_agree_and_nothing_else_changes(tmp_path: Path) -> None:

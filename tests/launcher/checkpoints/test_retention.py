@@ -13,14 +13,10 @@ from longstride.data_pipelines.durable import flush_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints, open_checkpoint
 from longstride.launcher.checkpoints.manifest import (
-    FORMAT_VERSION,
-    CheckpointManifest,
     Score,
     collect_scores,
     rank_scores,
-    record_files,
     write_json,
-    write_manifest,
 )
 from longstride.launcher.checkpoints.saving import (
     point_to,
@@ -29,10 +25,8 @@ from longstride.launcher.checkpoints.saving import (
     rewind_to,
     set_aside,
 )
-from longstride.launcher.config import RunConfig
 from longstride.launcher.output.file_names import CHECKPOINTS
-from tests.harness.lines import evaluation_line, write_metrics
-from tests.harness.runs import configuration
+from tests.harness.lines import evaluation_line, manifest_of, write_metrics
 
 
 def make_checkpoint(run: Path, step: int, content: object = None, best: list[Score] | None = None) -> Path:
@@ -41,19 +35,7 @@ def make_checkpoint(run: Path, step: int, content: object = None, best: list[Sco
     (folder / "deepspeed").mkdir(parents=True)
     torch.save(content, folder / "deepspeed/mp_rank_00_model_states.pt")
     write_json(folder / "config.json", {})
-    manifest = CheckpointManifest(
-        format_version=FORMAT_VERSION,
-        step=step,
-        world_size=1,
-        zero_stage=0,
-        precision="fp32",
-        stream={},
-        parameter_groups=[],
-        versions={},
-        files=record_files(folder),
-        best=best,
-    )
-    write_manifest(folder, manifest)
+    manifest_of(folder, step=step, best=best)
     return folder
 
 
@@ -262,28 +244,3 @@ def test_pointer_names_a_folder_and_is_no_checkpoint(run: Path) -> None:
     assert (run / CHECKPOINTS / "latest").read_text() == "step-00000060\n"
     assert len(steps(run)) == 6
     assert list_checkpoints(run)[1] == []
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"keep_last": 0}, "train.keep_last=0: must be greater than 0"),
-        (
-            {"keep_every": 100},
-            "train.keep_every=100: only applies with keep_last, because otherwise all checkpoints stay",
-        ),
-        ({"keep_best": 3}, "train.keep_best=3: only applies with keep_last, because otherwise all checkpoints stay"),
-        (
-            {"keep_best": 3, "keep_last": 1, "evaluate_every": 0},
-            "train.keep_best=3: needs evaluations during training, but evaluate_every is 0; set it, such as 1000",
-        ),
-        ({"keep_best": -1}, "train.keep_best=-1: must be greater than or equal to 0"),
-    ],
-)
-def test_keys_are_checked(tmp_path: Path, change: dict[str, int], line: str) -> None:
-    content = configuration(tmp_path, tmp_path / "run")
-    content["train"] |= change
-    content["deepspeed"] = {}
-    with pytest.raises(ConfigError) as caught:
-        RunConfig.model_validate(content)
-    assert str(caught.value).startswith(line)

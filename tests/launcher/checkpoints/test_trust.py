@@ -25,6 +25,7 @@ from longstride.launcher.output.messages import AgreedError, mistake
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.verbs.train import add_train_arguments
 from tests.harness.runs import spawn
+from tests.launcher.conftest import Refusal
 from tests.launcher.training.test_training import RUNS
 
 Trained = Callable[..., Path]
@@ -196,9 +197,9 @@ def test_disk_and_memory_are_told_apart_from_what_a_file_holds(
     assert line in str(caught.value) and mistake(caught.value) is not None
 
 
-def test_option_is_asked_of_pictures_that_read_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["show", "pattern", "demo", "--output", str(tmp_path / "x.png"), "--trust-checkpoint"]) == 2
-    assert "--trust-checkpoint: only --text FILE reads a checkpoint; leave it out" in capsys.readouterr().err
+def test_option_is_asked_of_pictures_that_read_a_checkpoint(tmp_path: Path, refusal: Refusal) -> None:
+    words = ["show", "pattern", "demo", "--output", tmp_path / "x.png", "--trust-checkpoint"]
+    assert refusal(*words) == "--trust-checkpoint: only --text FILE reads a checkpoint; leave it out"
 
 
 def test_option_reaches_every_rank() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.models.exported import load_model
 from longstride.sparse_model import SparseTransformer, generate
 from tests.harness.tiny_models import content_of, tiny_export
+from tests.launcher.conftest import Refusal
 
 CONTEXT = 64  # of the exported model
-Refuse = Callable[..., str]
 
 
 def compress(model: Path, file: Path, output: Path) -> bytes:
@@ -48,21 +47,6 @@ def likely_bytes(network: SparseTransformer, size: int) -> bytes:
     torch.manual_seed(0)
     columns = list(generate(network, torch.empty(rows, 0, dtype=torch.int64), CONTEXT))
     return torch.stack(columns, 1).to(torch.uint8).numpy().tobytes()[:size]
-
-
-@pytest.fixture
-def refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refuse:
-    """A function of a command line -> its one line; nothing new lies in the folder."""
-
-    def run(*words: object) -> str:
-        capsys.readouterr()
-        before = sorted(tmp_path.rglob("*"))
-        assert cli.main(list(map(str, words))) == 2
-        assert sorted(tmp_path.rglob("*")) == before
-        (line,) = capsys.readouterr().err.splitlines()
-        return line.removeprefix("longstride: error: ")
-
-    return run
 
 
 @pytest.mark.parametrize("size", [0, 1, CONTEXT - 1, CONTEXT, CONTEXT + 1, CONTEXT * MOST_ROWS + 40])
@@ -159,15 +143,15 @@ def test_header_names_model_and_torch(exported: Path, tmp_path: Path) -> None:
     assert len(packed) - len(read.code) == 36 + len(made_by)
 
 
-def test_another_model_is_refused_by_its_fingerprint(exported: Path, tmp_path: Path, refuse: Refuse) -> None:
+def test_another_model_is_refused_by_its_fingerprint(exported: Path, tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     compress(exported, tmp_path / "file", tmp_path / "file.lsz")
     other = tiny_export(tmp_path / "other", "text")
-    line = refuse("decompress", tmp_path / "file.lsz", "--model", other, "--output", tmp_path / "again")
+    line = refusal("decompress", tmp_path / "file.lsz", "--model", other, "--output", tmp_path / "again")
     assert line.startswith(f"FILE={tmp_path / 'file.lsz'}: is another model's file: its fingerprint begins with ")
 
 
-def test_damage_anywhere_is_refused(exported: Path, tmp_path: Path, refuse: Refuse) -> None:
+def test_damage_anywhere_is_refused(exported: Path, tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "file").write_bytes(b"some text")
     whole = compress(exported, tmp_path / "file", tmp_path / "file.lsz")
     bad = tmp_path / "bad.lsz"
@@ -175,12 +159,12 @@ def test_damage_anywhere_is_refused(exported: Path, tmp_path: Path, refuse: Refu
     damaged = [whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :] for place in range(len(whole))]
     for number, content in enumerate([*damaged, *(whole[:size] for size in range(len(whole))), whole + b"\0"]):
         bad.write_bytes(content)
-        line = refuse(*command)
+        line = refusal(*command)
         if number not in (0, 1, 2, 3):  # of the magic and the format
             assert line.endswith(("is damaged or cut short; fetch it again", "`longstride compress` wrote")), line
 
 
-def test_files_of_format_1_are_tried_on_any_machine(exported: Path, tmp_path: Path, refuse: Refuse) -> None:
+def test_files_of_format_1_are_tried_on_any_machine(exported: Path, tmp_path: Path, refusal: Refusal) -> None:
     """They only have the content's checksum; so short a code is the same in both formats."""
     (tmp_path / "file").write_bytes(b"some text")
     packed = Compressed.from_bytes(compress(exported, tmp_path / "file", tmp_path / "file.lsz"))
@@ -188,39 +172,39 @@ def test_files_of_format_1_are_tried_on_any_machine(exported: Path, tmp_path: Pa
     (tmp_path / "older.lsz").write_bytes(older.to_bytes())
     assert decompress(exported, tmp_path / "older.lsz", tmp_path / "again") == b"some text"
     (tmp_path / "wrong.lsz").write_bytes(dataclasses.replace(older, crc32=1).to_bytes())
-    line = refuse("decompress", tmp_path / "wrong.lsz", "--model", exported, "--output", tmp_path / "new")
+    line = refusal("decompress", tmp_path / "wrong.lsz", "--model", exported, "--output", tmp_path / "new")
     assert "the model computes different bits" in line
 
 
 @pytest.mark.parametrize("change", [{"crc32": 1}, {"size": 10}, {"size": 2**50}, {"rows": 2}, {"rows": 2**40}])
 @pytest.mark.parametrize("options", [(), ("--elsewhere",)])
 def test_a_header_that_lies_is_refused(
-    exported: Path, tmp_path: Path, refuse: Refuse, change: dict[str, int], options: tuple[str, ...]
+    exported: Path, tmp_path: Path, refusal: Refusal, change: dict[str, int], options: tuple[str, ...]
 ) -> None:
     (tmp_path / "file").write_bytes(b"some text")
     packed = Compressed.from_bytes(compress(exported, tmp_path / "file", tmp_path / "file.lsz"))
     (tmp_path / "wrong.lsz").write_bytes(dataclasses.replace(packed, **change).to_bytes())
     words = ("decompress", tmp_path / "wrong.lsz", "--model", exported, "--output", tmp_path / "again", *options)
-    assert "the model computes different bits" in refuse(*words)
+    assert "the model computes different bits" in refusal(*words)
 
 
 @pytest.mark.parametrize("verb", ["compress", "decompress"])
-def test_files_that_cannot_be_are_refused(verb: str, exported: Path, tmp_path: Path, refuse: Refuse) -> None:
+def test_files_that_cannot_be_are_refused(verb: str, exported: Path, tmp_path: Path, refusal: Refusal) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     there, model = tmp_path / "file", ("--model", exported)
     new = ("--output", tmp_path / "new")
-    assert refuse(verb, there, *model, "--output", there).endswith("already exists and is not overwritten")
-    assert refuse(verb, there, *model, "--output", tmp_path / "no/new").endswith("must lie in a folder that exists")
-    assert "is a folder, not a plain file" in refuse(verb, tmp_path, *model, *new)
-    assert "is a device, not a plain file" in refuse(verb, "/dev/zero", *model, *new)
-    assert refuse(verb, tmp_path / "none", *model, *new) == f"FILE={tmp_path / 'none'}: No such file or directory"
+    assert refusal(verb, there, *model, "--output", there).endswith("already exists and is not overwritten")
+    assert refusal(verb, there, *model, "--output", tmp_path / "no/new").endswith("must lie in a folder that exists")
+    assert "is a folder, not a plain file" in refusal(verb, tmp_path, *model, *new)
+    assert "is a device, not a plain file" in refusal(verb, "/dev/zero", *model, *new)
+    assert refusal(verb, tmp_path / "none", *model, *new) == f"FILE={tmp_path / 'none'}: No such file or directory"
     if verb == "compress":
-        assert "has no config.json" in refuse(verb, there, "--model", tmp_path, *new)
+        assert "has no config.json" in refusal(verb, there, "--model", tmp_path, *new)
     else:
-        assert refuse(verb, there, *model, *new).endswith("is not a file that `longstride compress` wrote")
+        assert refusal(verb, there, *model, *new).endswith("is not a file that `longstride compress` wrote")
 
 
-def test_bytes_beyond_the_vocabulary_are_refused(exported: Path, tmp_path: Path, refuse: Refuse) -> None:
+def test_bytes_beyond_the_vocabulary_are_refused(exported: Path, tmp_path: Path, refusal: Refusal) -> None:
     weights = load_file(exported / "model.safetensors")
     for name in ("embedding.tokens.weight", "logits.weight"):
         weights[name] = weights[name][:128].contiguous()
@@ -229,7 +213,7 @@ def test_bytes_beyond_the_vocabulary_are_refused(exported: Path, tmp_path: Path,
     config["model"]["vocabulary"] = 128
     (exported / "config.json").write_text(json.dumps(config))
     (tmp_path / "file").write_bytes(b"abc\x80")
-    line = refuse("compress", tmp_path / "file", "--model", exported, "--output", tmp_path / "new")
+    line = refusal("compress", tmp_path / "file", "--model", exported, "--output", tmp_path / "new")
     assert line == f"FILE={tmp_path / 'file'}: contains byte 128, but the model knows 0 to 127"
     (tmp_path / "file").write_bytes(b"abc")
     compress(exported, tmp_path / "file", tmp_path / "file.lsz")

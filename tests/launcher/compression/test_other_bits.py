@@ -22,6 +22,7 @@ from longstride.launcher.models.exported import load_model
 from longstride.sparse_model import SparseTransformer
 from tests.harness.tiny_models import plain_config, random_export
 from tests.launcher.compression.test_compress import BY_CONTENT
+from tests.launcher.conftest import Refusal
 
 ROOT = Path(__file__).parents[3]
 CONTENT = bytes(range(32, 127)) * 3
@@ -95,7 +96,7 @@ def test_another_arithmetic_gives_the_file_or_refuses_before_it_decodes(place: P
 
 @pytest.mark.parametrize("name", list(SparseTransformer(plain_config()).state_dict()))
 def test_the_last_bit_of_any_weight_is_refused_before_anything_is_decoded(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    place: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal, name: str
 ) -> None:
     """Another machine's rounding, simulated: whichever product has other bits."""
 
@@ -108,13 +109,9 @@ def test_the_last_bit_of_any_weight_is_refused_before_anything_is_decoded(
     monkeypatch.setattr(compress, "load_model", other_model)
     monkeypatch.setattr(compress, "decode", lambda *_, **__: pytest.fail("decoded"))
     monkeypatch.setattr(compress, "machine_name", lambda device: "torch 9.9 on a Z80")
-    words = ["decompress", str(place / "lsz"), "--model", str(place / "model"), "--output", str(place / "again")]
-    capsys.readouterr()
-    assert cli.main(words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refusal("decompress", place / "lsz", "--model", place / "model", "--output", place / "again")
     assert f"was compressed by torch {torch.__version__} on " in line
     assert ", and the model computes different bits here, by torch 9.9 on a Z80; decompress it there" in line
-    assert not (place / "again").exists()
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,6 @@ def test_resume_of_a_run_that_is_not_there(
     ]
 
 
-@pytest.fixture
-def run_copy(trained: Callable[..., Path], tmp_path: Path) -> Path:
-    """A finished run of one process, to be spoilt."""
-    return Path(shutil.copytree(trained("alone", 1), tmp_path / "run"))
-
-
 def test_output_that_holds_a_run(refused: Callable[..., list[str]], config_file: Path, run_copy: Path) -> None:
     (line,) = refused("--config", str(config_file))
     assert line == (

@@ -56,6 +56,20 @@ def refused(path: Path, *overrides: str) -> list[str]:
         ("deepspeed=3", "deepspeed=3: must be an object"),
         ("deepspeed.zero_optimisation={}", "deepspeed.zero_optimisation: unknown key; nearest zero_optimization"),
         ("deepspeed.zero_optimization=2", "deepspeed.zero_optimization=2: must be an object"),
+        ("train.keep_last=0", "train.keep_last=0: must be greater than 0"),
+        ("train.keep_best=-1", "train.keep_best=-1: must be greater than or equal to 0"),
+        ('train.stop_when={"evaluations": 0}', "train.stop_when.evaluations=0: must be greater than 0"),
+        (
+            'train.stop_when={"evaluations": 2, "by": -1}',
+            "train.stop_when.by=-1: must be greater than or equal to 0",
+        ),
+        ('train.stop_when={"by": 0.5}', "train.stop_when.evaluations: required, and missing"),
+        ("train.guards.spike.window=1", "train.guards.spike.window=1: must be greater than or equal to 2"),
+        ("train.guards.spike.deviations=0", "train.guards.spike.deviations=0: must be greater than 0"),
+        ("train.guards.non_finite=ignore", "train.guards.non_finite=\"ignore\": must be 'skip', 'rewind' or 'stop'"),
+        ("train.guards.max_skips=1", "train.guards.max_skips: unknown key; nearest max_skips_in_a_row"),
+        ("train.epochs=0", "train.epochs=0: must be greater than 0"),
+        ("train.epochs=many", 'train.epochs="many": must be a valid number'),
         ("deepspeed.elasticity={}", None),
     ],
 )
@@ -160,6 +174,12 @@ def test_number_of_processes_that_does_not_fit_is_refused(path: Path, sharing: i
     assert str(caught.value).startswith(line)
 
 
+ALONE = "only applies with keep_last, because otherwise all checkpoints stay"
+UNEVALUATED = "needs evaluations during training, but evaluate_every is"
+BEST = ("train.keep_best=3", "train.keep_last=1")
+STOP = 'train.stop_when={"evaluations": 2}'
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -193,6 +213,14 @@ def test_number_of_processes_that_does_not_fit_is_refused(path: Path, sharing: i
             ["train.sequence_parallel=4", "train.sequence_exchange=heads"],
             "model.heads=2: must be a multiple of the 4 processes that share each context, as ",
         ),
+        (["train.steps=null"], "train.steps: required, and missing; or give epochs"),
+        (["train.epochs=2", "train.steps=9"], "train.epochs=2.0: conflicts with steps 9; give only one of them"),
+        (["train.keep_every=100"], f"train.keep_every=100: {ALONE}"),
+        (["train.keep_best=3"], f"train.keep_best=3: {ALONE}"),
+        ([*BEST, "train.evaluate_every=0"], f"train.keep_best=3: {UNEVALUATED} 0; set"),
+        ([*BEST, "train.evaluate_every=null"], f"train.keep_best=3: {UNEVALUATED} null; set it, such as 1000"),
+        ([STOP, "train.evaluate_every=0"], f"train.stop_when.evaluations=2: {UNEVALUATED} 0; set it, such as 1000"),
+        ([STOP, "train.evaluate_every=null"], f"train.stop_when.evaluations=2: {UNEVALUATED} null; set it, such as "),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(path: Path, overrides: list[str], line: str) -> None:

@@ -12,6 +12,7 @@ from longstride.launcher import cli
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.config.loading import EXPERIMENTS
 from longstride.launcher.config.run_config import schema_entries
+from tests.launcher.conftest import Refusal
 
 LEAST_KEYS = 180
 
@@ -48,18 +49,17 @@ def test_the_schema_knows_all_that_presets_say(preset: Path) -> None:
     assert places(json.loads(preset.read_text()), "") <= known
 
 
-def test_schema_is_written_whole_and_never_over_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema_is_written_whole_and_never_over_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal
+) -> None:
     file = tmp_path / "longstride.schema.json"
     assert cli.main(["config", "schema", "--output", str(file)]) == 0
     assert '"$schema": "./longstride.schema.json"' in capsys.readouterr().err
     assert json.loads(file.read_text()) == RunConfig.model_json_schema()
-    before = file.read_bytes()
-    assert cli.main(["config", "schema", "--output", str(file)]) == 2
     rule = "already exists and is not overwritten"
-    assert capsys.readouterr() == ("", f"longstride: error: --output={file}: {rule}\n")
-    assert file.read_bytes() == before
-    assert cli.main(["config", "schema", "--output", "nowhere/new.json"]) == 2
-    assert "--output=nowhere/new.json: must lie in a folder that exists" in capsys.readouterr().err
+    assert refusal("config", "schema", "--output", file) == f"--output={file}: {rule}"
+    line = refusal("config", "schema", "--output", "nowhere/new.json")
+    assert line.startswith("--output=nowhere/new.json: must lie in a folder that exists")
 
 
 def test_the_name_of_the_schema_changes_nothing_of_a_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from longstride.data_pipelines.building.build import build
 from longstride.launcher import cli
 from tests.hostile.generators.http_servers import FaultyServer
+from tests.launcher.conftest import Refusal
 
 
 @pytest.fixture
@@ -61,21 +62,14 @@ SET = ["--output", "data", "--dataset", "text8"]
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_build_refuses_in_one_line(
-    texts: Path, words: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["data", "build", *words]) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"longstride: error: {line}")
-    assert [path.name for path in texts.iterdir()] == ["texts"]
+def test_build_refuses_in_one_line(texts: Path, words: list[str], line: str, refusal: Refusal) -> None:
+    assert refusal("data", "build", *words).startswith(line)
 
 
-def test_build_of_a_dataset_tells_its_splits(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_of_a_dataset_tells_its_splits(texts: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal) -> None:
     (texts / "text8").write_text("a few words " * 100)
     words = ["data", "build", "--dataset", "text8", "--input", "text8", "--output", "data"]
-    assert cli.main(words) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("longstride: error: text8: 1,200 bytes, but the published file has 100,000,000; ")
+    assert refusal(*words).startswith("text8: 1,200 bytes, but the published file has 100,000,000; ")
     assert cli.main([*words, "--unpublished"]) == 0
     splits = ["train 1,080 bytes of 1 document", "validation 60 bytes of 1 document", "test 60 bytes of 1 document"]
     assert capsys.readouterr().err == f"data: {', '.join(splits)}\n"
@@ -128,9 +122,8 @@ def test_build_tells_what_the_system_refuses(
     assert len(met) == 1  # the other ranks wait there
 
 
-def test_verify_refuses_an_empty_name(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["data", "verify", ""]) == 2
-    assert capsys.readouterr().err == "longstride: error: DIR|URL='': must be a data folder, such as data/mine\n"
+def test_verify_refuses_an_empty_name(refusal: Refusal) -> None:
+    assert refusal("data", "verify", "") == "DIR|URL='': must be a data folder, such as data/mine"
 
 
 def test_what_a_url_has_of_secrets_is_not_printed(

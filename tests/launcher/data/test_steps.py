@@ -75,21 +75,6 @@ def test_a_length_of_null_takes_the_place_of_nothing(config_file: Path, other: s
     assert (getattr(train, own), getattr(train, other)) == (None, 3)
 
 
-@pytest.mark.parametrize(
-    "overrides, line",
-    [
-        (["train.steps=null"], "train.steps: required, and missing; or give epochs"),
-        (["train.epochs=2", "train.steps=9"], "train.epochs=2.0: conflicts with steps 9; give only one of them"),
-        (["train.epochs=0"], "train.epochs=0: must be greater than 0"),
-        (["train.epochs=many"], 'train.epochs="many": must be a valid number'),
-    ],
-)
-def test_wrong_length_is_told_in_one_line(config_file: Path, overrides: list[str], line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(config_file, overrides)
-    assert str(caught.value) == line
-
-
 def test_warm_up_longer_than_the_epochs_is_refused_once_they_are_known(config_file: Path) -> None:
     config = load_config(config_file, ["train.epochs=0.01", "train.warmup_steps=50"])
     with pytest.raises(ConfigError, match=r"^train.warmup_steps=50: must be at most the \d+ steps that 0.01 epochs"):

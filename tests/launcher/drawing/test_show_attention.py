@@ -29,7 +29,7 @@ from longstride.launcher.drawing.attention import (
 )
 from longstride.launcher.drawing.pattern import Grid
 from longstride.sparse_model import ModelConfig
-from tests.harness.runs import files_under
+from tests.launcher.conftest import Refusal
 from tests.sparse_model.test_transformer import awake
 
 Trained = Callable[..., Path]
@@ -159,14 +159,10 @@ def test_default_queries_are_bytes_of_the_picture(grid: Grid) -> None:
     ],
 )
 def test_show_attention_refuses_in_one_line(
-    trained: Trained, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    trained: Trained, tmp_path: Path, options: list[str], message: str, refusal: Refusal
 ) -> None:
-    run = trained("alone", 1)
-    capsys.readouterr()
-    assert cli.main(["show", "attention", str(run), *options, "--output", str(tmp_path / "a.png")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("longstride: error: ") and line.endswith(message)
-    assert not files_under(tmp_path)
+    words = ["show", "attention", trained("alone", 1), *options, "--output", tmp_path / "a.png"]
+    assert refusal(*words).endswith(message)
 
 
 def test_show_attention_writes_a_png_of_chosen_queries(trained: Trained, tmp_path: Path) -> None:
@@ -177,7 +173,7 @@ def test_show_attention_writes_a_png_of_chosen_queries(trained: Trained, tmp_pat
 
 
 def test_show_attention_takes_an_export_and_something_to_read(
-    exported: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exported: Path, data: Path, tmp_path: Path, refusal: Refusal
 ) -> None:
     text, output = tmp_path / "text", tmp_path / "a.png"
     text.write_bytes(b"long strides over sparse bytes")
@@ -188,14 +184,10 @@ def test_show_attention_takes_an_export_and_something_to_read(
         output.unlink()
     figure = draw_attention(exported, text=text)
     assert figure.get_suptitle() == "model: text, 30 bytes; mean of all heads"
-    capsys.readouterr()
     for more, message in (
         ([], f"{exported}: an exported model does not include data; give --data DIR or --text FILE"),
         (["--step", "3"], f"--step=3: {exported} is an export, which has its own weights; leave it out"),
         (["--weights", "ema"], f"--weights=ema: {exported} is an export, which has its own weights; leave it out"),
         (["--data", str(data), "--context-number", "999"], "a context of the split; nearest"),
     ):
-        assert cli.main([*words, *more]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("longstride: error: ") and message in line
-    assert not output.exists()
+        assert message in refusal(*words, *more)

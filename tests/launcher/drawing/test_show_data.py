@@ -20,6 +20,7 @@ from longstride.data_pipelines.stores import open_store
 from longstride.launcher import cli
 from longstride.launcher.drawing.samples import draw_samples, envelope, print_texts, safe_text
 from tests.harness.runs import ROOT
+from tests.launcher.conftest import Refusal
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
@@ -125,18 +126,15 @@ def test_envelope_holds_every_extreme() -> None:
 
 @pytest.mark.parametrize("name", ["image", "audio"])
 def test_show_writes_a_png_and_never_over_one(
-    folders: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    folders: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], refusal: Refusal
 ) -> None:
     output = tmp_path / "samples.png"
     command = ["data", "show", f"{folders / name}/", "--output", str(output), "--count", "3"]
     assert cli.main(command) == 0
     sources = [f"{each.key}: {each.source}" for each in sample_documents(folders / name, "train", 3)]
     assert capsys.readouterr().out.splitlines() == [str(output), *sources]
-    made = output.read_bytes()
-    assert made.startswith(b"\x89PNG")
-    assert cli.main(command) == 2
-    assert "already exists and is not overwritten" in capsys.readouterr().err
-    assert output.read_bytes() == made
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert "already exists and is not overwritten" in refusal(*command)
 
 
 @pytest.mark.parametrize(
@@ -155,14 +153,11 @@ def test_show_refuses_in_one_line(
     tmp_path: Path,
     arguments: list[str],
     message: str,
-    capsys: pytest.CaptureFixture[str],
+    refusal: Refusal,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["data", "show", str(folders / arguments[0]), *arguments[1:]]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("longstride: error: ") and message in line
-    assert not list(tmp_path.iterdir())
+    assert message in refusal("data", "show", folders / arguments[0], *arguments[1:])
 
 
 @pytest.mark.parametrize(
@@ -205,11 +200,7 @@ def test_build_takes_options_of_the_modality(
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_build_refuses_options_in_one_line(
-    folders: Path, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    folders: Path, tmp_path: Path, options: list[str], message: str, refusal: Refusal
 ) -> None:
-    modality = options[1] if options[0] == "--modality" else "text"
-    command = ["data", "build", str(folders / f"{modality}-source"), "--output", str(tmp_path / "data"), *options]
-    assert cli.main(command) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("longstride: error: ") and message in line
-    assert not list(tmp_path.iterdir())
+    source = folders / f"{options[1] if options[0] == '--modality' else 'text'}-source"
+    assert message in refusal("data", "build", source, "--output", tmp_path / "data", *options)

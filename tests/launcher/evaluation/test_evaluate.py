@@ -41,8 +41,8 @@ from longstride.launcher.exports.export import export
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.configs import small
-from tests.harness.runs import complete, files_under
-from tests.harness.tiny_models import random_export
+from tests.harness.runs import complete
+from tests.launcher.conftest import Refusal
 
 Trained = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -352,27 +352,20 @@ def test_positions_are_written_beside_each_other(
     ],
 )
 def test_evaluate_refuses_in_one_line(
-    trained: Trained, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    trained: Trained, tmp_path: Path, options: list[str], message: str, refusal: Refusal
 ) -> None:
     (tmp_path / "there.png").touch()
     (tmp_path / "b.json").touch()
-    before = files_under(tmp_path)
-    run = trained("alone", 1)
-    capsys.readouterr()
-    assert cli.main(["evaluate", str(run), *(option.format(tmp_path) for option in options)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("longstride: error: ") and line.endswith(message.format(tmp_path, tmp_path))
-    assert files_under(tmp_path) == before
+    placed = [option.format(tmp_path) for option in options]
+    assert refusal("evaluate", trained("alone", 1), *placed).endswith(message.format(tmp_path, tmp_path))
 
 
 def test_data_that_is_not_found_is_asked_for_in_one_line(
-    trained: Trained, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained: Trained, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trained("alone", 1)
     monkeypatch.setattr("longstride.launcher.config.run_config.resolve_saved_path", lambda *_: "gone")
-    assert cli.main(["evaluate", str(run)]) == 2
-    rule = f"of the run {run} cannot be found; give --data FOLDER"
-    assert capsys.readouterr().err == f'longstride: error: data.path="gone": {rule}\n'
+    assert refusal("evaluate", run) == f'data.path="gone": of the run {run} cannot be found; give --data FOLDER'
 
 
 def test_export_scores_as_its_checkpoint_does(
@@ -401,10 +394,5 @@ def test_export_scores_as_its_checkpoint_does(
         (["--weights", "ema"], "--weights=ema: {0} is an export, which has its own weights; leave it out"),
     ],
 )
-def test_export_refuses_what_is_of_runs(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = random_export(tmp_path / "model")
-    assert cli.main(["evaluate", str(model), *options]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"longstride: error: {message.format(model)}")
+def test_export_refuses_what_is_of_runs(options: list[str], message: str, exported: Path, refusal: Refusal) -> None:
+    assert refusal("evaluate", exported, *options).startswith(message.format(exported))

@@ -29,6 +29,7 @@ from tests.harness.configs import small
 from tests.harness.data.builds import folder_bytes, picture, write_files
 from tests.harness.data.tars import write_tar
 from tests.harness.tiny_models import random_export, tiny_export
+from tests.launcher.conftest import Refusal
 
 ALPHABETS = (b"abcd", b"mnop", b"wxyz")  # bytes of the documents of each class
 LABELS = (3, 8, 900)
@@ -271,12 +272,7 @@ def test_pictures_with_a_palette_are_probed_by_colour(tmp_path: Path) -> None:
     ids=["no classes", "one class", "class of no train document", "split", "output", "step"],
 )
 def test_mistake_gets_one_line(
-    classes: tuple[int | None, ...],
-    options: list[str],
-    message: str,
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    classes: tuple[int | None, ...], options: list[str], message: str, model: Path, tmp_path: Path, refusal: Refusal
 ) -> None:
     """The train split has a document of each of two classes, and the validation split has class 77, or the first."""
     of_split = {"train": classes, "validation": (classes[0] if classes[0] in (None, 4) else 77,)}
@@ -285,7 +281,4 @@ def test_mistake_gets_one_line(
         members += [(f"{number}.cls", b"%d" % label) for number, label in enumerate(labels) if label is not None]
         write_tar(tmp_path / "tars" / f"{split}.tar", members)
     index_tars([str(tmp_path / "tars")], tmp_path / "data", labels=classes[0] is not None)
-    capsys.readouterr()
-    assert probed(model, "--data", tmp_path / "data", *options) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error
+    assert message in refusal("probe", model, "--data", tmp_path / "data", *options)

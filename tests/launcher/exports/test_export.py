@@ -29,7 +29,8 @@ from longstride.launcher.models import AVERAGE
 from longstride.launcher.models import exported as exported_module
 from longstride.launcher.models.exported import Exported, load_model, stream_model
 from longstride.launcher.models.tensors import DTYPES
-from tests.harness.runs import ROOT, configuration, files_under, metrics, spawn
+from tests.harness.runs import ROOT, configuration, metrics, spawn
+from tests.launcher.conftest import Refusal
 from tests.launcher.training.test_training import RUNS, TABLES
 
 Trained = Callable[..., Path]
@@ -202,10 +203,11 @@ def test_card_has_the_license_that_was_asked_for(words: str, fields: list[str], 
     ],
 )
 def test_license_that_the_hub_does_not_know_is_told(
-    words: str, nearest: str, run: Path, capsys: pytest.CaptureFixture[str]
+    words: str, nearest: str, run: Path, tmp_path: Path, refusal: Refusal
 ) -> None:
+    line = refusal("export", run, "--output", tmp_path / "deep/out", "--license", words)
     rule = f"must be an identifier of Hugging Face's hub, or other:NAME; nearest {nearest}"
-    assert refused(run, "--license", words, capsys=capsys) == f"--license={words}: {rule}"
+    assert line == f"--license={words}: {rule}"
 
 
 def changed(run: Path, **changes: Any) -> Checkpoint:
@@ -215,24 +217,14 @@ def changed(run: Path, **changes: Any) -> Checkpoint:
     return checkpoint
 
 
-def refused(run: Path, *words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of a refusal that leaves nothing behind."""
-    before = files_under(run.parent)
-    output = run.parent / "deep/out"
-    assert cli.main(["export", str(run), "--output", str(output), *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert files_under(run.parent) == before and not output.parent.exists()
-    return line.removeprefix("longstride: error: ")
-
-
 def test_model_that_computes_otherwise_is_refused(
-    run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Refusal
 ) -> None:
     probe = open_checkpoint(run_copy, None).manifest.probe
     assert probe is not None
     changed(run_copy, probe=probe.model_copy(update={"loss_nats": 1.01 * probe.loss_nats}))
     for words in ([], ["--weights", "ema"]):
-        line = refused(run_copy, *words, capsys=capsys)
+        line = refusal("export", run_copy, "--output", tmp_path / "deep/out", *words)
         assert "and rounding explains 1e-03; nothing is exported; --no-check skips this" in line
         assert (" trained weights' loss" if words else " exported model's loss") in line
     assert cli.main(["export", str(run_copy), "--output", str(tmp_path / "out"), "--no-check"]) == 0
@@ -350,22 +342,16 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5XB", "5 G B", "nan", "1e3", "five", "1IB"])
-def test_what_is_no_size_is_refused(text: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["export", str(run), f"--shard-size={text}", "--output", "nowhere"]) == 2
-    rule = "must be a size above 0 such as 5GB, 500MB or 2GiB"
-    assert capsys.readouterr().err == f"longstride: error: --shard-size={text}: {rule}\n"
+def test_what_is_no_size_is_refused(text: str, run: Path, refusal: Refusal) -> None:
+    line = f"--shard-size={text}: must be a size above 0 such as 5GB, 500MB or 2GiB"
+    assert refusal("export", run, f"--shard-size={text}", "--output", "nowhere") == line
 
 
-def test_options_that_cannot_be_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["export", str(run), "--output", str(tmp_path / "out")]
-    assert cli.main([*words, "--device", "cuda:99"]) == 2
-    assert "--device=cuda:99: cannot be used" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main([*words, "--dtype", "fp8"])
-    assert "invalid choice: 'fp8'" in capsys.readouterr().err
+def test_options_that_cannot_be_are_refused(run: Path, tmp_path: Path, refusal: Refusal) -> None:
+    words = ["export", run, "--output", tmp_path / "out"]
+    assert refusal(*words, "--device", "cuda:99").startswith("--device=cuda:99: cannot be used")
     (tmp_path / "out").symlink_to(tmp_path / "nowhere")
-    assert cli.main(words) == 2
-    assert "already exists and is not overwritten" in capsys.readouterr().err
+    assert "already exists and is not overwritten" in refusal(*words)
 
 
 def test_files_are_mapped_anew_on_the_way(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

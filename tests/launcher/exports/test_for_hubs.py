@@ -20,6 +20,7 @@ from longstride.launcher.output.metrics_file import loss_fields
 from tests.harness.lines import evaluation_line, step_line, write_metrics
 from tests.harness.runs import files_under
 from tests.harness.tiny_models import plain_config as config
+from tests.launcher.conftest import Refusal
 
 STUB = "modeling_longstride.py"
 CAUSAL_STUB = '''"""What transformers runs by `trust_remote_code=True`: it leads to the installed Longstride."""
@@ -108,20 +109,17 @@ def test_refresh_writes_the_stub_and_nothing_else(old: Path, capsys: pytest.Capt
 
 
 def test_refresh_takes_an_export_that_names_the_stub_and_no_other_option(
-    old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    old: Path, tmp_path: Path, refusal: Refusal
 ) -> None:
     for words in (["--dtype", "bf16"], ["--step", "4"], ["--output", "x"], ["--no-check"]):
-        assert cli.main(["export", "--refresh", str(old), *words]) == 2
         rule = "--refresh: only takes the folder of an export and --trust-code"
-        assert capsys.readouterr().err == f"longstride: error: {rule}\n"
-    assert cli.main(["export", "--refresh", str(tmp_path)]) == 2
-    assert "has no config.json; name a folder written by `longstride export RUN" in capsys.readouterr().err
+        assert refusal("export", "--refresh", old, *words) == rule
+    rule = "has no config.json; name a folder written by `longstride export RUN"
+    assert rule in refusal("export", "--refresh", tmp_path)
     content = json.loads((old / "config.json").read_text())
     del content["auto_map"]
     (old / "config.json").write_text(json.dumps(content))
-    assert cli.main(["export", "--refresh", str(old)]) == 2
     rule = f"does not name the classes of {STUB} for transformers; export the model again"
-    assert capsys.readouterr().err == f"longstride: error: {old / 'config.json'}: {rule}\n"
+    assert refusal("export", "--refresh", old) == f"{old / 'config.json'}: {rule}"
     assert (old / STUB).read_text() == OLD_STUB
-    assert cli.main(["export", str(old)]) == 2
-    assert capsys.readouterr().err == "longstride: error: --output: must name the new folder\n"
+    assert refusal("export", old) == "--output: must name the new folder"

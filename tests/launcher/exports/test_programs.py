@@ -18,8 +18,9 @@ from longstride.launcher import cli
 from longstride.launcher.exports import programs
 from longstride.launcher.exports.programs import traced_program
 from tests.harness.configs import ATTENTIONS, LATER, SYSTEMS, model_json
-from tests.harness.runs import ROOT, files_under
+from tests.harness.runs import ROOT
 from tests.harness.tiny_models import assert_next_logits, random_export
+from tests.launcher.conftest import Refusal
 
 LENGTHS = ((1, 1), (2, 2), (3, 7), (1, 17), (2, 39))  # batches, and tokens of contexts of 40
 RECIPE = {**LATER, "ngrams": {"orders": [2, 12], "rows": 61}, "reversible": True, "layers": 2} | {
@@ -31,12 +32,6 @@ EVERY = SYSTEMS | {f"attention {name}": {"attention": each} for name, each in AT
 
 def export(folder: Path, changes: dict[str, Any]) -> Path:
     return random_export(folder, **model_json(**changes))
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
-    assert cli.main(["export", *map(str, words)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line.removeprefix("longstride: error: ")
 
 
 def test_program_has_the_models_logits_at_every_length(tmp_path: Path) -> None:
@@ -100,11 +95,11 @@ def test_verb_writes_a_program_that_names_no_file_of_this_machine(
 
 
 def test_what_cannot_be_is_told_in_one_line(
-    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    exported: Path, tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = export(tmp_path / "chosen", {"attention": {"type": "moba", "block": 8, "top": 2}})
     routed = export(tmp_path / "routed", {"attention": {"type": "routing", "clusters": 4, "window": 8}})
-    before, new = files_under(tmp_path), ["--output", str(tmp_path / "new")]
+    new = ["--output", tmp_path / "new"]
     only = "only takes the folder of an export, --output, --no-check and --trust-code"
     shapes = "cannot be traced for all lengths; these can: patterns, linformer"
     for words, told in (
@@ -122,26 +117,24 @@ def test_what_cannot_be_is_told_in_one_line(
         ),
         ([tmp_path, "--format", "pt2", *new], f"{tmp_path}: has no config.json; name a folder written by"),
     ):
-        assert refusal(capsys, *words).startswith(told)
+        assert refusal("export", *words).startswith(told)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if "onnx" in name else find(name))
     told = f"--format=onnx: attention of type routing {shapes}, match"
-    assert refusal(capsys, routed, "--format", "onnx", *new) == told
+    assert refusal("export", routed, "--format", "onnx", *new) == told
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
     told = '--format=onnx: needs the package onnxscript, which is not installed; pip install "longstride[onnx]"'
-    assert refusal(capsys, exported, "--format", "onnx", *new) in (told, told.replace("onnxscript", "onnx"))
-    assert files_under(tmp_path) == before
+    assert refusal("export", exported, "--format", "onnx", *new) in (told, told.replace("onnxscript", "onnx"))
 
 
 def test_program_that_computes_otherwise_is_refused(
-    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    exported: Path, tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for logit, apart in ((0.0, "1.0e+00"), (math.nan, "nan")):
         found = partial(torch.full, fill_value=logit)
         monkeypatch.setattr(
             programs, "_load_program", lambda *_, found=found: lambda tokens: found((*tokens.shape, 256))
         )
-        told = refusal(capsys, exported, "--format", "pt2", "--output", tmp_path / "deep/new")
+        told = refusal("export", exported, "--format", "pt2", "--output", tmp_path / "deep/new")
         rule = f"the program's logits differ from the model's by {apart} of the largest, and rounding "
         assert told.startswith(f"{exported}: {rule}")
-        assert not (tmp_path / "deep").exists()

@@ -20,6 +20,7 @@ from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.models.exported import load_model
 from longstride.launcher.ranks.processes import Ranks
 from tests.harness.tiny_models import CONTEXT, PROPERTIES, content_of, tiny_export
+from tests.launcher.conftest import Refusal
 
 CPU = torch.device("cpu")
 
@@ -103,12 +104,9 @@ def test_every_byte_counts_once_however_small_the_file(size: int, tmp_path: Path
     ],
 )
 def test_likelihood_refuses_what_it_cannot_score(
-    exported: Path, tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    exported: Path, tmp_path: Path, options: list[str], message: str, refusal: Refusal
 ) -> None:
     (tmp_path / "empty").touch()
     (tmp_path / "file").write_bytes(b"abc")
     places: Callable[[str], str] = lambda text: text.format(empty=tmp_path / "empty", file=tmp_path / "file")  # noqa: E731
-    assert cli.main(["sample", str(exported), *map(places, options)]) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and len(error.splitlines()) == 1
-    assert error.startswith(f"longstride: error: {places(message)}")
+    assert refusal("sample", exported, *map(places, options)).startswith(places(message))

@@ -27,6 +27,7 @@ from longstride.launcher.models import load_model
 from longstride.launcher.ranks import Ranks
 from tests.harness.runs import configuration, metrics, spawn
 from tests.harness.tiny_models import CONTEXT, HEIGHT, WIDTH, content_of, tiny_export
+from tests.launcher.conftest import Refusal
 from tests.launcher.generation.test_sample_files import tile
 
 COLOURS = np.arange(300) * 55_001  # spread over all 2**24
@@ -95,20 +96,15 @@ REFUSED = [
 
 @pytest.mark.parametrize(("words", "message"), REFUSED, ids=[" ".join(words[:3]) for words, _ in REFUSED])
 def test_what_needs_bytes_is_refused(
-    words: list[str], message: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, model: Path, tmp_path: Path, refusal: Refusal
 ) -> None:
     picture(tmp_path / "given.png")
-    assert cli.main([word.format(model=model, file=tmp_path / "given.png") for word in words]) == 2
-    assert message in capsys.readouterr().err.strip()
+    assert message in refusal(*(word.format(model=model, file=tmp_path / "given.png") for word in words))
 
 
 @pytest.mark.parametrize("palette", [None, "000000 ffffff", "red"])
-def test_tokens_that_mean_nothing_are_refused(
-    palette: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = tiny_export(tmp_path / "model", "image", model=MODEL, palette=palette)
-    assert cli.main(["sample", str(model)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+def test_tokens_that_mean_nothing_are_refused(palette: str | None, tmp_path: Path, refusal: Refusal) -> None:
+    assert refusal("sample", tiny_export(tmp_path / "model", "image", model=MODEL, palette=palette))
 
 
 @pytest.mark.parametrize(
@@ -169,13 +165,10 @@ def test_a_run_is_told_in_bits_per_pixel(run: Path, tmp_path: Path, capsys: pyte
         assert cli.main(["show", what, str(run), "--output", str(tmp_path / f"{what}.png")]) == 0
 
 
-def test_another_palette_of_as_many_colours_is_refused(
-    run: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_palette_of_as_many_colours_is_refused(run: Path, data: Path, tmp_path: Path, refusal: Refusal) -> None:
     colours = DataFolder(data).palette.colours ^ 1
     build([data.parent / "source"], tmp_path / "data", modality="image", palette=Palette(colours))
-    assert cli.main(["evaluate", str(run), "--data", str(tmp_path / "data")]) == 2
-    assert "its palette is different" in capsys.readouterr().err
+    assert "its palette is different" in refusal("evaluate", run, "--data", tmp_path / "data")
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -14,6 +14,7 @@ from longstride.launcher import cli
 from longstride.launcher.generation.sample import write_text
 from tests.harness.runs import ROOT
 from tests.harness.tiny_models import tiny_export
+from tests.launcher.conftest import Refusal
 
 
 def sampled(capture: pytest.CaptureFixture[bytes], exported: Path, *options: str) -> bytes:
@@ -51,7 +52,7 @@ def test_sample_slides_beyond_the_context_where_asked(
     ids=" ".join,
 )
 def test_a_model_of_no_numbers_is_told_in_one_line(
-    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
+    exported: Path, tmp_path: Path, refusal: Refusal, verb: list[str]
 ) -> None:
     weights = load_file(exported / "model.safetensors")
     weights["norm.weight"][3] = float("nan")
@@ -61,11 +62,7 @@ def test_a_model_of_no_numbers_is_told_in_one_line(
         "--likelihood": ["sample", str(exported), "--likelihood", str(tmp_path / "file")],
         "--model": ["compress", str(tmp_path / "file"), "--model", str(exported), "--output", str(tmp_path / "x.lsz")],
     }.get(verb[-1], [verb[0], str(exported), *verb[1:]])
-    assert cli.main(arguments) == 2
-    said = capsys.readouterr()
-    rule = "its logits are not finite; export it again, or in fp32"
-    assert said.err == f"longstride: error: {exported}: {rule}\n" and said.out == ""
-    assert not (tmp_path / "x.lsz").exists()
+    assert refusal(*arguments) == f"{exported}: its logits are not finite; export it again, or in fp32"
 
 
 def test_several_samples_on_a_terminal_have_their_numbers(
@@ -78,11 +75,11 @@ def test_several_samples_on_a_terminal_have_their_numbers(
 
 
 def test_pictures_and_sounds_are_kept_from_a_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert cli.main(["sample", str(tiny_export(tmp_path / "image", "image"))]) == 2
-    assert "pictures, which need a file, such as --output samples.png, or a pipe" in capsys.readouterr().err
+    rule = "pictures, which need a file, such as --output samples.png, or a pipe"
+    assert rule in refusal("sample", tiny_export(tmp_path / "image", "image"))
 
 
 def test_sample_stops_quietly_where_nobody_reads(exported: Path) -> None:
@@ -134,9 +131,6 @@ def test_sample_and_compress_need_no_deepspeed(exported: Path, tmp_path: Path) -
     ],
 )
 def test_sample_refuses_options_before_it_writes(
-    exported: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    exported: Path, options: list[str], message: str, refusal: Refusal
 ) -> None:
-    assert cli.main(["sample", str(exported), *options]) == 2
-    out, error = capsys.readouterr()
-    assert out == "" and error.startswith("longstride: error: ") and message in error
-    assert len(error.splitlines()) == 1
+    assert message in refusal("sample", exported, *options)

@@ -10,10 +10,10 @@ from PIL import Image
 
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.modalities.audio import Audio
-from longstride.launcher import cli
 from longstride.launcher.generation.sample import read_prompts
 from longstride.launcher.models.model_data import ModelData
 from tests.harness.tiny_models import CONTEXT, RATE, content_of, tiny_export
+from tests.launcher.conftest import Refusal
 
 IMAGE = [
     (
@@ -62,21 +62,16 @@ CASES = [(name, *case) for name, cases in (("image", IMAGE), ("audio", AUDIO), (
 
 @pytest.mark.parametrize(("modality", "options", "message"), CASES, ids=[f"{case[0]}{case[1]}"[:50] for case in CASES])
 def test_options_that_do_not_fit_are_refused(
-    modality: str, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    modality: str, options: list[str], message: str, tmp_path: Path, refusal: Refusal
 ) -> None:
     model = tiny_export(tmp_path / "model", modality)
     for height, width in ((8, 8), (9, 8)):
         Image.fromarray(np.zeros((height, width, 3), np.uint8)).save(tmp_path / f"{height}x{width}.png")
     sound = np.frombuffer(content_of("audio", 400, 0), dtype=np.uint8)
     (tmp_path / "s.wav").write_bytes(Audio().encode(sound, {"rate": RATE}))
-    before = sorted(tmp_path.rglob("*"))
     placed = [option.format(folder=tmp_path) for option in options]
     output = tmp_path / {"image": "out.png", "audio": "out.wav", "text": "out.txt"}[modality]
-    assert cli.main(["sample", str(model), "--output", str(output), *placed]) == 2
-    assert sorted(tmp_path.rglob("*")) == before
-    out, error = capsys.readouterr()
-    assert out == "" and len(error.splitlines()) == 1
-    assert error.startswith("longstride: error: ") and message in error
+    assert message in refusal("sample", model, "--output", output, *placed)
 
 
 @pytest.mark.parametrize("seconds", [None, 0.01, 0.02])

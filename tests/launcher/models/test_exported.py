@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load, load_file, save_file
 
 from longstride.kernels import ConfigError
-from longstride.launcher import cli
 from longstride.launcher.models.exported import Exported, load_model, stream_model
 from longstride.launcher.models.tensors import Shapes, empty_model, write_tensors
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.tiny_models import plain_config
+from tests.launcher.conftest import Refusal
 
 INDEX = "model.safetensors.index.json"
 
@@ -176,12 +176,11 @@ def count(weights: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_what_is_no_export_is_refused(
-    exported: Path, damage: Callable[[Path], object], message: str, capsys: pytest.CaptureFixture[str]
+    exported: Path, damage: Callable[[Path], object], message: str, refusal: Refusal
 ) -> None:
     damage(exported)
-    assert cli.main(["sample", str(exported)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"longstride: error: {exported}") and message in line
+    line = refusal("sample", exported)
+    assert line.startswith(str(exported)) and message in line
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import sys
 
 import pytest
 
 from longstride.launcher.output import counting
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the module sees, which stands."""
-    now = [100.0]
-    monkeypatch.setattr(counting.time, "monotonic", lambda: now[0])
-    return now
+from tests.launcher.conftest import Terminal
 
 
 def work(clock: list[float], parts: int, *, shown: bool = True) -> None:

@@ -7,13 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
-from longstride.launcher import cli
 from longstride.launcher.config import load_config
 from longstride.launcher.planning.measuring import Timed
 from tests.harness.runs import ROOT, plain_environment
+from tests.launcher.conftest import Refusal
 
 
 def test_a_step_is_made_of_its_parts() -> None:
@@ -44,8 +43,7 @@ def test_a_plan_is_timed_here(tmp_path: Path, config_file: Path) -> None:
     assert one["run_seconds"] == 8 * one["step_seconds"]
 
 
-def test_a_plan_is_not_timed_on_another_device(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_not_timed_on_another_device(refusal: Refusal) -> None:
     here, other = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu", "cuda")
-    assert cli.main(["plan", "paper_small", "--measure", "--device", other]) == 2
     line = f"--device={other}: --measure times this machine, which computes on {here}; leave one of the two out"
-    assert line in capsys.readouterr().err
+    assert refusal("plan", "paper_small", "--measure", "--device", other) == line

@@ -19,7 +19,8 @@ from longstride.launcher import cli
 from longstride.launcher.config import EXPERIMENTS, load_config
 from longstride.launcher.planning import new, recipes
 from longstride.sparse_model import ModelConfig
-from tests.harness.runs import files_under, metrics, spawn
+from tests.harness.runs import metrics, spawn
+from tests.launcher.conftest import Refusal
 
 KINDS = ("text", "pictures", "palette", "sounds")
 
@@ -234,13 +235,9 @@ def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
     ],
 )
 def test_wrong_words_are_refused_in_one_line(
-    words: list[str], line: str, folders: Path, place: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], line: str, folders: Path, place: Path, refusal: Refusal
 ) -> None:
     (place / "taken.json").write_text("{}")
     (place / "taken.d").mkdir()
     places = {name: folders / name for name in ("text", "short", "pictures")}
-    before = files_under(place)
-    assert cli.main(["new", *(word.format(**places) for word in words)]) == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"longstride: error: {line.format(**places)}")
-    assert files_under(place) == before
+    assert refusal("new", *(word.format(**places) for word in words)).startswith(line.format(**places))

@@ -14,6 +14,7 @@ from longstride.launcher.planning.costs import parameter_parts, states
 from longstride.launcher.planning.plan import describe, run_length
 from longstride.launcher.planning.rehearsal import activations
 from tests.harness.runs import ROOT, files_under, plain_environment
+from tests.launcher.conftest import Refusal
 from tests.launcher.planning.conftest import Plan
 
 
@@ -164,10 +165,9 @@ def test_published_run_fits_the_cards_that_it_names(name: str, processes: int) -
     assert held.peak(activations(config, checkpointing=True)) < 14e9  # of 16, the rest for what is not counted
 
 
-def test_device_that_contradicts_the_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "paper_small", "--device", "cuda", "model.backend=cpu"]) == 2
+def test_device_that_contradicts_the_configuration_is_refused(refusal: Refusal) -> None:
     rule = "model.backend=cpu computes only on a CPU; leave --device out, or give model.backend=auto"
-    assert capsys.readouterr().err == f"longstride: error: --device=cuda: {rule}\n"
+    assert refusal("plan", "paper_small", "--device", "cuda", "model.backend=cpu") == f"--device=cuda: {rule}"
 
 
 def test_plan_needs_no_deepspeed_and_writes_nothing(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from longstride.launcher import cli
 from longstride.launcher.serving import serve
 from tests.harness.runs import free_port
+from tests.launcher.conftest import Refusal
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -66,12 +67,8 @@ def test_command_serves_until_it_is_stopped(
         (["--device", "gpu"], "--device=gpu: cannot be used: "),
     ],
 )
-def test_wrong_option_is_told_in_one_line(
-    exported: Path, options: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["serve", str(exported), *options]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith(f"longstride: error: {line}") and told.count("\n") == 1
+def test_wrong_option_is_told_in_one_line(exported: Path, options: list[str], line: str, refusal: Refusal) -> None:
+    assert refusal("serve", exported, *options).startswith(line)
 
 
 @pytest.mark.parametrize(("options", "shared"), [([], False), (["--shared"], True)], ids=str)
@@ -89,17 +86,13 @@ def test_contexts_share_products_on_request_alone(
     assert seen == [shared]
 
 
-def test_port_in_use_is_told(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_is_told(exported: Path, refusal: Refusal) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        assert cli.main(["serve", str(exported), "--port", str(port)]) == 2
-    line = f"longstride: error: --port={port}: is in use; take another, or 0 for any that is free\n"
-    assert capsys.readouterr().err == line
+        line = f"--port={port}: is in use; take another, or 0 for any that is free"
+        assert refusal("serve", exported, "--port", port) == line
 
 
-def test_without_aiohttp_the_extra_is_named(
-    exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_aiohttp_the_extra_is_named(exported: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.main(["serve", str(exported)]) == 2
-    assert capsys.readouterr().err == 'longstride: error: serve: needs aiohttp; pip install "longstride[serve]"\n'
+    assert refusal("serve", exported) == 'serve: needs aiohttp; pip install "longstride[serve]"'

@@ -19,14 +19,12 @@ from longstride.launcher.engine.step import Overflow
 from longstride.launcher.training.guards import (
     Guards,
     GuardStopError,
-    Incident,
-    as_number,
     read_incidents,
     spike_reason,
     write_incident,
 )
 from longstride.launcher.training.replay import Record, compare, find_record, outcome_line
-from tests.harness.lines import step_line, write_metrics
+from tests.harness.lines import incident, step_line, write_metrics
 
 SPIKE = {"deviations": 3, "window": 4, "policy": "skip"}
 
@@ -130,21 +128,6 @@ def test_stop_tells_step_figure_policy_and_the_way_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ({"spike": {"window": 1}}, "spike.window=1: must be greater than or equal to 2"),
-        ({"spike": {"deviations": 0}}, "spike.deviations=0: must be greater than 0"),
-        ({"non_finite": "ignore"}, "non_finite=\"ignore\": must be 'skip', 'rewind' or 'stop'"),
-        ({"max_skips": 1}, "max_skips: unknown key; nearest max_skips_in_a_row"),
-    ],
-)
-def test_wrong_settings_are_told_by_their_path(settings: dict[str, Any], line: str) -> None:
-    with pytest.raises(ConfigError) as found:
-        GuardsConfig.model_validate(settings)
-    assert str(found.value) == line
-
-
-@pytest.mark.parametrize(
     ("options", "line"),
     [
         (["--replay", "0"], "--replay=0: must be the number of a step, at least 1"),
@@ -171,31 +154,6 @@ def test_what_finds_wrong_gradients_cannot_be_switched_off() -> None:
         "bf16.check_grad_overflow",
         "zero_optimization.compute_grad_norm",
     ]
-
-
-def incident(**changes: Any) -> Incident:
-    stream = {"fingerprint": "f", "seed": 0, "epoch": 0, "step": 4, "global_batch": 8}
-    return Incident(
-        **{
-            "step": 5,
-            "guard": "non_finite",
-            "outcome": "skip",
-            "reason": "the loss is nan",
-            "loss_nats": as_number(math.nan),
-            "rank_nats": [3.5, as_number(-math.inf)],
-            "tokens": 512,
-            "grad_norm": None,
-            "loss_scale": 1.0,
-            "learning_rate": 0.1,
-            "world_size": 2,
-            "origin": {"step": 0, "stream": stream | {"step": 0}},
-            "stream": stream,
-            "stream_after": stream | {"step": 5},
-            "sample_ids": [1, 2, 3],
-            "sample_ids_crc32": 17,
-        }
-        | changes
-    )
 
 
 def test_incidents_of_one_step_stand_side_by_side_and_read_back(tmp_path: Path) -> None:

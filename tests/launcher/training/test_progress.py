@@ -13,15 +13,8 @@ from typing import Any
 import pytest
 
 from longstride.launcher.output import counting
-from longstride.launcher.training import recorder as module
 from longstride.launcher.training.recorder import Progress, Rates
-
-
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
+from tests.launcher.conftest import Terminal
 
 
 def line(step: int, bits: float | None = 4.0, seconds: float = 0.5) -> dict[str, Any]:
@@ -29,14 +22,6 @@ def line(step: int, bits: float | None = 4.0, seconds: float = 0.5) -> dict[str,
         "step": step, "split": "train", "bits_per_byte": bits, "tokens": 20_000, "seconds": seconds,
         "learning_rate": 0.00035, "mfu": 0.1 / seconds, "mfu_dense_equivalent": 0.3 / seconds,
     }  # fmt: skip
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the module sees, which stands."""
-    now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    return now
 
 
 def test_log_gets_the_first_and_last_line_but_not_every_step(clock: list[float]) -> None:

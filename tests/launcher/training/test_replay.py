@@ -14,33 +14,21 @@ from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import RunSetup
 from longstride.launcher.data.run_data import GlobalBatch, TrainingData
 from longstride.launcher.ranks.processes import Ranks
-from longstride.launcher.training.guards import Incident, Origin, write_incident
+from longstride.launcher.training.guards import Incident, write_incident
 from longstride.launcher.training.replay import check_processes, find_record, way_batches
-from tests.harness.lines import step_line, write_metrics
+from tests.harness.lines import incident, step_line, write_metrics
 
 ALONE, CPU = Ranks(), torch.device("cpu")
 
 
-def incident(step: int, back: int | None, before: StreamState, taken: GlobalBatch) -> Incident:
-    return Incident(
-        step=step,
-        guard="non_finite",
-        outcome="rewind" if back else "skip",
-        reason="the loss is nan",
-        loss_nats="nan",
-        rank_nats=["nan"],
-        tokens=taken.num_tokens,
-        grad_norm=None,
-        loss_scale=1.0,
-        learning_rate=0.1,
-        world_size=2,
-        origin=Origin(step=0, stream=before.to_json()),
-        stream=before.to_json(),
-        stream_after=taken.part.state.to_json(),
-        rewound_to=back,
-        sample_ids=list(taken.sample_ids),
+def rewound(step: int, back: int | None, before: StreamState, taken: GlobalBatch) -> Incident:
+    """Return the incident of a step that took a batch, and went back to an earlier step."""
+    after = taken.part.state.to_json()
+    return incident(
+        step=step, outcome="rewind" if back else "skip", rewound_to=back, stream=before.to_json(), stream_after=after,
+        origin={"step": 0, "stream": before.to_json()}, sample_ids=list(taken.sample_ids),
         sample_ids_crc32=taken.sample_ids_crc32,
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -72,9 +60,9 @@ def test_rewinds_between_the_checkpoint_and_the_step_are_gone_through(run: RunSe
     """Rewound from step 4 to 2, from the new step 5 to 2 again, and from the newest step 6 to 4."""
     start = run.data.stream().state
     taken = batches(run, 14)
-    write_incident(run.folder, incident(4, 2, start, taken[3]))  # steps 3, 4, 5 take batches 5, 6, 7
-    write_incident(run.folder, incident(5, 2, start, taken[6]))  # steps 3 to 6 take batches 8 to 11
-    write_incident(run.folder, incident(6, 4, start, taken[10]))  # steps 5, 6 and 7 take batches 12 to 14
+    write_incident(run.folder, rewound(4, 2, start, taken[3]))  # steps 3, 4, 5 take batches 5, 6, 7
+    write_incident(run.folder, rewound(5, 2, start, taken[6]))  # steps 3 to 6 take batches 8 to 11
+    write_incident(run.folder, rewound(6, 4, start, taken[10]))  # steps 5, 6 and 7 take batches 12 to 14
     sums = [taken[number - 1].sample_ids_crc32 for number in (1, 2, 8, 9, 12, 13, 14)]
     write_lines(run.folder, sums)
     assert way(run, 7) == sums
@@ -84,7 +72,7 @@ def test_rewinds_between_the_checkpoint_and_the_step_are_gone_through(run: RunSe
 
 
 def test_guarded_step_is_replayed_by_as_many_processes(run: RunSetup) -> None:
-    guarded = incident(3, None, run.data.stream().state, batches(run, 1)[0])
+    guarded = rewound(3, None, run.data.stream().state, batches(run, 1)[0])
     check_processes(guarded, 2, None)
     shared = guarded.model_copy(update={"sequence_parallel": 2})
     check_processes(shared, 2, 2)

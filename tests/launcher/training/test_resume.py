@@ -25,12 +25,6 @@ from tests.harness.runs import Rank, complete, free_port, metrics, plain_environ
 Trained = Callable[..., Path]
 
 
-@pytest.fixture
-def run_copy(trained: Trained, tmp_path: Path) -> Path:
-    """A finished run of one process, to be spoilt."""
-    return Path(shutil.copytree(trained("alone", 1), tmp_path / "run"))
-
-
 def flip_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -12,7 +12,7 @@ from longstride.data_pipelines.building import build
 from longstride.kernels import ConfigError
 from longstride.launcher import cli
 from longstride.launcher.checkpoints import list_checkpoints, open_checkpoint
-from longstride.launcher.config import RunConfig, load_config
+from longstride.launcher.config import load_config
 from longstride.launcher.data import check_data
 from longstride.launcher.reporting.page import compose
 from longstride.launcher.reporting.records import Answers, read_run
@@ -89,22 +89,6 @@ def test_split_that_is_not_there_is_refused_with_one_that_is(
     assert refused("--config", str(config_file), "data.validation_split=test") == [
         f'data.validation_split="test": {rule} train.evaluate_every=null'
     ]
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"keep_best": 1, "keep_last": 1}, "train.keep_best=1"),
-        ({"stop_when": {"evaluations": 2}}, "train.stop_when.evaluations=2"),
-    ],
-)
-def test_what_goes_by_evaluations_is_refused_without_them(alone: Path, change: dict[str, object], line: str) -> None:
-    content = configuration(alone / "data", alone / "new") | {"deepspeed": {}}
-    content["train"] |= {"evaluate_every": None, **change}
-    rule = "needs evaluations during training, but evaluate_every is null; set it, such as 1000, or leave this out"
-    with pytest.raises(ConfigError) as caught:
-        RunConfig.model_validate(content)
-    assert str(caught.value) == f"{line}: {rule}"
 
 
 def test_bytes_beyond_the_vocabulary_are_looked_for_in_what_is_trained_on(alone: Path) -> None:
