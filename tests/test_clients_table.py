@@ -1,7 +1,5 @@
 """The table of docs/clients.md: written by a full run that passed, and by no other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the documentation shows is what the code does."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -3,8 +3,6 @@
 Results that depend on rounding have tolerances, as processors round differently. All others must be equal to the bit.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import platform

@@ -1,7 +1,5 @@
 """One name in site-packages: Longstride as a wheel, an editable install and a checkout, next to other packages."""
 
-from __future__ import annotations
-
 import email
 import json
 import re

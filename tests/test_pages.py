@@ -1,7 +1,5 @@
 """README, docs/commands.md and docs/tutorial do what they show: each block runs in an empty folder, by the wheel."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The benchmark of two-sided attention: its models are valid, its costs those of the layers, its page has all rows."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import encoders

@@ -1,7 +1,5 @@
 """The command that runs every check and measurement on a GPU, rehearsed on a CPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The benchmark of what makes far copying form: its runs go on from one another."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Documents say what the committed result files say."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark of photographs: its crops are split by place and its patterns are valid."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

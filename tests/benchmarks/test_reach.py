@@ -1,7 +1,5 @@
 """The benchmark of reach: its tasks can be solved as it says, and its runs learn."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

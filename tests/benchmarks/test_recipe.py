@@ -1,7 +1,5 @@
 """The ladder of recipes: its rows are configurations that train."""
 
-from __future__ import annotations
-
 from benchmarks import recipe
 from longstride.launcher.config import RunConfig
 

@@ -1,7 +1,5 @@
 """What is written is whole, and nothing is written over unasked."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The benchmark of sampling runs, writes what it measured, and keeps what is there."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What tests against packages of others share: exports that those can load, and no network."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

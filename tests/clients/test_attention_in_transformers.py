@@ -1,7 +1,5 @@
 """Our attention inside models of transformers, with tiny random weights, against sdpa under the pattern's mask."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re

@@ -1,7 +1,5 @@
 """transformers' own common tests of models, on ours."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`datasets` on data folders: what it finds, as what, and that its bytes are those that a model is trained on."""
 
-from __future__ import annotations
-
 import io
 import random
 import tarfile

@@ -1,7 +1,5 @@
 """Texts between `data build`, `datasets` and WebDataset: each reads what the other one writes."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

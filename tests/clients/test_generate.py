@@ -1,7 +1,5 @@
 """``generate`` of transformers: by sessions it gives what it gives without them, in every mode and any batch."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """huggingface_hub reads a data folder behind ``hf://``, here from a hub of our own that knows one repository."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

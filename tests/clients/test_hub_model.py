@@ -1,7 +1,5 @@
 """An export under transformers: loaded by its own classes, with the project's logits and samples."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

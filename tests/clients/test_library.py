@@ -1,7 +1,5 @@
 """docs/library.md under the packages that its blocks need."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

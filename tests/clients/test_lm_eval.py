@@ -1,7 +1,5 @@
 """lm_eval's figures are the project's own: of documents, answers and continuations, by its own command."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An export of a masked model under transformers: logits in place, masks to fill, and steps of Trainer."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

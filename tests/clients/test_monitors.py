@@ -1,7 +1,5 @@
 """TensorBoard and W&B show what metrics.jsonl has, every number of every line, and the samples of a run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The server under OpenAI's client, and under lm_eval, which asks for scores the same way."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import math

@@ -1,7 +1,5 @@
 """Adapters of PEFT on an export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers' text generation with an export's tokenizer: pipelines, stop strings, streamers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

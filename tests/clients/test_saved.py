@@ -1,7 +1,5 @@
 """What ``save_pretrained`` of transformers writes, and what stands where weights were not loaded."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tokenizer: bytes are the tokens, and the three that are no bytes never come from a text."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Exports under other runtimes: a program of torch.export without Longstride, ONNX, and the hub's reading of a card."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

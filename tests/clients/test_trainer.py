@@ -1,7 +1,5 @@
 """An export under transformers' Trainer: what it trains, evaluates, saves and resumes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

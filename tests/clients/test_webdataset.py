@@ -1,7 +1,5 @@
 """webdataset, wids and torchdata on data folders, and data folders of what webdataset writes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

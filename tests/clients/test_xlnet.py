@@ -4,8 +4,6 @@ Its positions are relative and its norms stand behind its layers. So attention i
 positions, and networks by what they read. Letters: B contexts, N positions, b predicted tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

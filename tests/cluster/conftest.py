@@ -1,7 +1,5 @@
 """Two hosts, SLURM on them, and data for runs, each created once per session; all end with the tests' process."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ as on a cluster. Nothing has a name outside, so that two test runs cannot clash.
 each host down with its first process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

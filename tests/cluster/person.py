@@ -1,7 +1,5 @@
 """A user at the first of two hosts, who starts runs there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A real SLURM on the test hosts: munged and slurmctld on the first, a slurmd on each."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

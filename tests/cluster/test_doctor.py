@@ -1,7 +1,5 @@
 """`longstride doctor --hostfile`: a host that is alike, one with other data, and one that is not there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

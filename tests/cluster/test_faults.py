@@ -1,7 +1,5 @@
 """Two hosts under `longstride train` and pdsh: runs that are stopped, killed, or cut off from a host."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Processes that share each context, on two hosts of two: placed, lost, and refused."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

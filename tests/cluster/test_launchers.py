@@ -1,7 +1,5 @@
 """Every launcher on two hosts with one and two processes each: trains, saves and resumes as one host does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

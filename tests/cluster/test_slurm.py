@@ -1,7 +1,5 @@
 """`longstride slurm` on a real SLURM: the job is submitted, stopped, requeued by its script, and finished."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Classes of documents: from `.cls` members and files and from CIFAR-10, as WebDataset itself reads them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

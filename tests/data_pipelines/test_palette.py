@@ -1,7 +1,5 @@
 """Palettes: exact nearest colours, k-means without random numbers, and data folders that are read by one."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

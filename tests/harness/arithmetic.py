@@ -6,8 +6,6 @@ environment make them choose as they would elsewhere. A setting counts if it cha
 integration: the tests run under the first one alone, without Triton's interpreter, which computes in numpy.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Backends as parameters of tests, each with its device and marks."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable
 from typing import Any

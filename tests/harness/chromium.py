@@ -1,7 +1,5 @@
 """A real browser, driven over its DevTools protocol by mouse and keys."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import itertools

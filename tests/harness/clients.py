@@ -5,8 +5,6 @@ different table, the page is rewritten and the run fails, so that every committe
 failed, or that selected some of the tests, leaves the page alone.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ The kernel is decode, split (several programs for a head) or merge. The next fie
 With ``stored`` at the end, the position is read on the device.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -7,8 +7,6 @@ the last one, ``overlap3`` for the fourth of a selection's parts that may have t
 earlier passes have keys in the order of "shifted".
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Small model configurations, one of every pattern and every way to combine factors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

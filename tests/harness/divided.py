@@ -1,7 +1,5 @@
 """One pass of a small model by several processes that share its contexts, which are started once for all tests."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import multiprocessing

@@ -4,8 +4,6 @@ Run as a program, in a process without TRITON_INTERPRET. Nothing is compiled: a 
 it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

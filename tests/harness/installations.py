@@ -4,8 +4,6 @@ The packages that Longstride needs are those of the tests' environment, reached 
 ``longstride`` is not visible: Python reads no ``.pth`` files of a folder that is reached by a path.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

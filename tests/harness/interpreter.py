@@ -1,7 +1,5 @@
 """A faster Triton interpreter: without redundant work, tests of kernels take a third of the time."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """A run that continues in other layouts, compared with one that stays on a single process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Lines of metrics.jsonl, incidents and manifests as runs write them, for tests of their readers."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

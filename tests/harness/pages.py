@@ -9,8 +9,6 @@ What is printed is compared line by line. ``…`` stands for any text in a line,
 those of the machine that wrote the page, so any number goes where one stands; bits per byte are held to a share.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

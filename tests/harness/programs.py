@@ -1,7 +1,5 @@
 """Stand-ins for a cluster's programs: small scripts on PATH, which record how they were called."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

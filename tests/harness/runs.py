@@ -1,7 +1,5 @@
 """Tiny runs for tests: a configuration, and ranks forked from a process that has imported everything."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """A server in a thread of this process, for blocking clients."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

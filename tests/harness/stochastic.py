@@ -6,8 +6,6 @@ it (Parker 1997, "Monte Carlo arithmetic"). Factors of matrix products and their
 else is in its accumulator's dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

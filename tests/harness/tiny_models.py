@@ -1,7 +1,5 @@
 """Tiny exported models of every modality, trained briefly on synthetic data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data and runs that tests share: each is made once a session, however many workers there are."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import json

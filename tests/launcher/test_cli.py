@@ -1,7 +1,5 @@
 """The command line: verbs, their modules, and what they print."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """The demo's own parts; its stages are commands with tests of their own."""
 
-from __future__ import annotations
-
 import lzma
 import random
 import sys

@@ -1,7 +1,5 @@
 """`longstride doctor`: what it finds wrong with a machine, a run and its hosts. What is outside is made up."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import locale

@@ -1,7 +1,5 @@
 """Files that a person names: whole or not at all, over nothing, and read only where they have an end."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts of other packages: the example of docs/examples, installed, through every verb; and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

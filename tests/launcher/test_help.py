@@ -1,7 +1,5 @@
 """Help that a person reads: one screen of verbs, examples and whole phrases, without waiting for torch."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

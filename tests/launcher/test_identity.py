@@ -3,8 +3,6 @@
 Runs are made by hand, with a checkpoint that has a manifest and no weights: nothing of it is needed to compare.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable

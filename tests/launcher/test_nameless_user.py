@@ -1,7 +1,5 @@
 """A user id without a name and without a home folder, as containers have it: every verb works or names the setting."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import pwd

@@ -1,7 +1,5 @@
 """What lies in the place of a run's file: no link is followed, nothing waits, and nothing behind it changes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every path that a person writes: options of all verbs, keys of the configuration."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

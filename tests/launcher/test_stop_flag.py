@@ -1,7 +1,5 @@
 """A stop that a signal asks for: the run is saved, has an exit code of its own, and resumes to the last bit."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Reasons to stop: a time limit, a stop file, the loss of the launcher."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

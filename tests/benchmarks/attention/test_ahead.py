@@ -1,7 +1,5 @@
 """Kernels are compiled for a card that is not there, and lie where Triton looks for them."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The benchmark of attention, from its command line to its files, in the smallest sizes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables of attention say what result files say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmarks.attention.tables import SHOWN_CONTEXT, summary, tables_of

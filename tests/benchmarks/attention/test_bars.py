@@ -1,7 +1,5 @@
 """Bars are met, missed or not measured by what result files hold, and by nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

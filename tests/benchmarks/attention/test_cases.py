@@ -1,7 +1,5 @@
 """Which cases are measured."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.attention import cases

@@ -1,7 +1,5 @@
 """What ncu says is read as it writes it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What follows from seconds."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.attention.cases import Group

@@ -1,7 +1,5 @@
 """What is read from machine code, on a few lines of it; tests/kernels/test_triton_compiles.py reads that of kernels."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """The host's time of a call, and that it is far from what it was where a plan is made."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

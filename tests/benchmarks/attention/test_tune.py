@@ -1,7 +1,5 @@
 """The search for configurations, rehearsed in the interpreter."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The paper's tables in miniature: that one run writes every cell, and that no run can be compared with another one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """docs/results.md says what the result files of benchmarks/paper/paper.py say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The benchmark's training is the trainer's, its dense attention exact, and its windows score every byte once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

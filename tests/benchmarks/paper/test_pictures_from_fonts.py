@@ -1,7 +1,5 @@
 """Pictures drawn from fonts: the same ones from the same seed, and no two alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

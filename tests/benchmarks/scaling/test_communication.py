@@ -1,7 +1,5 @@
 """What a step communicates: predicted bytes are those that torch counts over real steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The order in which modules use their parameters, and what ZeRO 3 gathers for it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import chain
 

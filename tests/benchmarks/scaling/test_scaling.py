@@ -1,7 +1,5 @@
 """The benchmark of scaling: what it prints and writes of a run, and what it says of shared contexts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The prose of docs/clusters.md says what the result files say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

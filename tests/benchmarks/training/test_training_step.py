@@ -1,7 +1,5 @@
 """The benchmark of a training step, in the smallest sizes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

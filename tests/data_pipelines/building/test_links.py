@@ -1,7 +1,5 @@
 """Links in folders that a person names, such as a hub's cache: those to files are followed, others counted."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

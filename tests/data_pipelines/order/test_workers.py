@@ -1,7 +1,5 @@
 """What a rank sees of its loader workers: their items in order, and how they end."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing.connection
 import os

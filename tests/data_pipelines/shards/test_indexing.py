@@ -1,7 +1,5 @@
 """An index of others' tars: what it reads, what it refuses, and that it trains and is checked as a built folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """An index of others' tars: its splits, its pictures and sounds, webdataset's shards, and a resume in the middle."""
 
-from __future__ import annotations
-
 import io
 import wave
 

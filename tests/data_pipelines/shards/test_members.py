@@ -1,7 +1,5 @@
 """Which members of a tar are content: those that WebDataset takes; every other one is counted, with the reason."""
 
-from __future__ import annotations
-
 import os
 import tarfile
 import tempfile

@@ -1,7 +1,5 @@
 """The list of sources: which sample is of which file. The data are the same without it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

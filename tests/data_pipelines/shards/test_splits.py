@@ -1,7 +1,5 @@
 """Which split the tars of an index belong to, by words in their names: nothing held out is trained on unasked."""
 
-from __future__ import annotations
-
 import gzip
 import re
 import shlex

@@ -3,8 +3,6 @@
 Importing torch takes seconds on every rank, and a build never uses it: it is not imported.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

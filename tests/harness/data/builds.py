@@ -1,7 +1,5 @@
 """Shared by the tests of building: small inputs, folders byte by byte, and builds in separate processes."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Small files in exactly the formats of the published datasets."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """Streams with their settings as keyword arguments."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Foreign tars: by webdataset, by Python's tarfile and by GNU tar, with members besides the content."""
 
-from __future__ import annotations
-
 import io
 import random
 import subprocess

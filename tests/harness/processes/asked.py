@@ -1,7 +1,5 @@
 """A process that has everything imported, reads lines of JSON, and forks other processes to run them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Many small runs from one process, with faults of files. Traced runs need Linux and a C compiler."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

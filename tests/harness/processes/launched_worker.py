@@ -1,7 +1,5 @@
 """worker.py as the file that launchers start: a whole rank, from its first import on."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Run as a separate process, with one end of a socket as its only argument. Each r
 environment, with three files: standard output, standard error, and one that receives its id and exit code.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@
 The parent's supervisor and the ranks' stop flag are the launcher's own code.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

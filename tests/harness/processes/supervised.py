@@ -1,7 +1,5 @@
 """`longstride` for tests: the command itself, with launched_worker.py in place of train.py."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs that tests stop or kill: a launcher starts them, they write marks, and a token identifies their processes."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

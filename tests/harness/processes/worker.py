@@ -1,7 +1,5 @@
 """A rank of a test's run: launcher/train.py itself, with changes that the environment requests."""
 
-from __future__ import annotations
-
 # ruff: noqa: E402  libraries are settled before they are imported
 import functools
 import importlib.metadata

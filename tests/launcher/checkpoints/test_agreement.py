@@ -1,7 +1,5 @@
 """Ranks begin at the same checkpoint, in one folder, whatever each of them sees there."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import threading

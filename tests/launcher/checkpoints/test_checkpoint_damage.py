@@ -1,7 +1,5 @@
 """Whatever becomes of a checkpoint's files is found before a byte of them is used."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The loss on one context, saved with a checkpoint and held against the loaded model's."""
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

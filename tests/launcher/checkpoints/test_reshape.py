@@ -1,7 +1,5 @@
 """Going on with another number of processes, ZeRO stage or precision."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

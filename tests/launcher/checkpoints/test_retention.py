@@ -1,7 +1,5 @@
 """What keep_last and keep_every leave, and what a removal leaves behind when it is cut short."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The state in a checkpoint's files, by parameter: all that an optimiser keeps, wherever the files hold it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A checkpoint that is written while training goes on is the one that would have been written at once."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import OrderedDict

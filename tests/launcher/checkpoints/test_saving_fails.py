@@ -1,7 +1,5 @@
 """A disk that is full, or a folder that has gone, costs the save that meets it and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The configuration decides, a checkpoint supplies only state: all keys that may change, in every layout."""
 
-from __future__ import annotations
-
 import copy
 import typing
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A checkpoint from elsewhere runs nothing, until a person says that it may."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import os

@@ -1,7 +1,5 @@
 """The deepspeed launcher with our corrections: the command lines that would be run."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

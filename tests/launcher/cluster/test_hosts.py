@@ -1,7 +1,5 @@
 """Hostfiles, their filters, and what is found wrong with hosts and launchers. Real hosts are in tests/cluster."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

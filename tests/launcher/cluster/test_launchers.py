@@ -1,7 +1,5 @@
 """`longstride train` on the hosts of a hostfile: the command line, the environment of hosts, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Where ranks are placed, and where after a loss: numbers of processes that divide the batch, GPUs, slots."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

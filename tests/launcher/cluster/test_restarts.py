@@ -1,7 +1,5 @@
 """Restarts: how often, from where, when given up, and what a lost launch has left. No process is started."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

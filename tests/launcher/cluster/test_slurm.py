@@ -3,8 +3,6 @@
 A real SLURM runs it in tests/cluster.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

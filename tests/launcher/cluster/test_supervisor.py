@@ -1,7 +1,5 @@
 """`longstride train` and its processes: stopped, killed and restarted; nothing is lost, and no process is left."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The range coder: what it codes it decodes, at the cost of the probabilities, whatever they are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

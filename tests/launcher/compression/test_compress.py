@@ -1,7 +1,5 @@
 """Compression: the same bytes again, at the size that the likelihood says, and nothing for what does not fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

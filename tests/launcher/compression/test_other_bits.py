@@ -1,7 +1,5 @@
 """Compressed files where other bits are computed: refused at the start, and where nothing differs read as ever."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

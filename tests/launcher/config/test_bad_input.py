@@ -1,7 +1,5 @@
 """What a person gets wrong ends with exit code 2, one line a problem, no traceback, and nothing written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """RunConfig: every wrong field is named, and every configuration that is shipped is right."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the `deepspeed` section may hold: keys, types and ranges, and the packages of its monitors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A configuration on top of another one: what is merged, what replaces, and whose file a mistake is told by."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hand-written JSON: what is wrong with it is told with line and column."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

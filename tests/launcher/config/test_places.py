@@ -1,7 +1,5 @@
 """The data of a run is found from any folder, and where the run was moved with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

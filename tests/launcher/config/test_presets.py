@@ -1,7 +1,5 @@
 """The published runs in ds_configs/experiments: complete, right, and of the published size."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

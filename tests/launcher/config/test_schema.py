@@ -1,7 +1,5 @@
 """The JSON schema that editors read: a description of every key, and no run that it would refuse or let through."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

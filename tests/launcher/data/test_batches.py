@@ -1,7 +1,5 @@
 """Ranks take their batches together, and none ever waits for one that has come to its end."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

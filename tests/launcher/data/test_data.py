@@ -1,7 +1,5 @@
 """`data build` and `data verify`: what a person gets wrong, and what Ctrl-C leaves."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import os

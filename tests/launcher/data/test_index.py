@@ -1,7 +1,5 @@
 """`data index`, training on what it makes, and what becomes of runs of the streaming order, whose place it takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

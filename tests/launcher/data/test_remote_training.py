@@ -1,7 +1,5 @@
 """A whole run whose data comes from a web server that fails."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

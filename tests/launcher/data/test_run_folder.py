@@ -1,7 +1,5 @@
 """Which run folders a run may begin in."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Epochs as steps: found once the data is known, and saved with the run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

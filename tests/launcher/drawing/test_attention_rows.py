@@ -1,7 +1,5 @@
 """Attention weights that hooks take from a running model, against a dense softmax written out here."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

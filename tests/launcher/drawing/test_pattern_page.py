@@ -1,7 +1,5 @@
 """The page of a configuration's patterns: its numbers are the masks', and a browser shows them."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

@@ -1,7 +1,5 @@
 """Pictures: what they show, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

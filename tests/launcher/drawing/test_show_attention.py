@@ -1,7 +1,5 @@
 """Pictures of learned attention: what is shown of which layer, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`data show`, and the options of `data build` that belong to one modality."""
 
-from __future__ import annotations
-
 import io
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Pictures of patterns: what each cell says, and that any context is drawn in seconds."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

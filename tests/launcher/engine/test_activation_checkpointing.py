@@ -1,7 +1,5 @@
 """Recomputing activations by DeepSpeed's own function: the same dropout, hence the same gradients, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Compiled residual blocks in training: the same run but for rounding, resumed bit for bit, and what they need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

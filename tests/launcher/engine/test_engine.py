@@ -1,7 +1,5 @@
 """The schedule of the learning rate, and the places of processes."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

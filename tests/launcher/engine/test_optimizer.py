@@ -1,7 +1,5 @@
 """Muon and the parts of the network: against one matrix at a time in fp64, and cut over ranks as ZeRO cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise

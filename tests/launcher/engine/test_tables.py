@@ -1,7 +1,5 @@
 """N-gram tables in training, against the same rule with dense gradients; and their way to other ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

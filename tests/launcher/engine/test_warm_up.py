@@ -1,7 +1,5 @@
 """What is compiled before the processes meet is what a step launches: held launch by launch, of which none is made."""
 
-from __future__ import annotations
-
 import fcntl
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The moving average of the weights beside the optimiser's moments."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A score is exact, whatever computes it; by position and with a minimum of context it is that of every byte alone."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

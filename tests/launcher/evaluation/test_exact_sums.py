@@ -1,7 +1,5 @@
 """Sums without rounding, in any order and on any number of ranks."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

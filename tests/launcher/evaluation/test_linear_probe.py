@@ -1,7 +1,5 @@
 """Linear probes: features against a loop over documents, the regression against Newton's method, the verb on data."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Exporting: the trainer's logits to the bit, files of any size and type, and nothing left of one that fails."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

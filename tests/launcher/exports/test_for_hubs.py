@@ -1,7 +1,5 @@
 """What an export has for transformers: a stub that imports the installed project, and a tokenizer for bytes."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

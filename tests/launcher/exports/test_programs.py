@@ -1,7 +1,5 @@
 """Programs of torch.export: the logits of the model at every length, and what cannot be traced."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """A file's likelihood is the score that an evaluation gives the same batches of the same bytes, to the bit."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

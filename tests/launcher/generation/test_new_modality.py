@@ -1,7 +1,5 @@
 """A modality is one file: one that nothing but the registry knows is sampled, and scored, under its own words."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of palettes: trained, exported, sampled and scored as pixels; what needs bytes refuses them in one line."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sampling from an exported folder: what is written, that it needs no deepspeed, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Samples as files: the model's own bytes in a grid of pictures, in sounds that players open, in plain files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompts and options that do not fit the model are told in one line, before anything is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Exported folders, read: whole in one file or several, mapped, and refused where they do not fit together."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What an exported model says its bytes are, and what is asked instead."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Files of tensors that are written one by one."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is told of work on its way."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Output that nobody reads holds nobody for long, and loses nothing for a reader that reads."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Standard error: lines that a run outlives, and which errors are mistakes of the user."""
 
-from __future__ import annotations
-
 import errno
 import io
 import sys

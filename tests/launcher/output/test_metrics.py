@@ -1,7 +1,5 @@
 """What a line of metrics.jsonl is: to every reader, under every name of a split, among lines that no run writes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """What tests of plans share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

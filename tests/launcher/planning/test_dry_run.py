@@ -1,7 +1,5 @@
 """`longstride train --dry-run`: a run for any number of processes, tried by one, which writes nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`longstride plan --measure`: a step from one block of each kind, against the step of the whole by the same engine."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`longstride new`: what it writes fits the data and the machine and trains, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """`longstride plan` in hours: by a rate that is given, and by that of a run; and what it says of a run's length."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

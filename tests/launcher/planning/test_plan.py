@@ -1,7 +1,5 @@
 """`longstride plan`: what it prints, what it refuses, and that it starts nothing."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Planned memory against what real steps keep, and what DeepSpeed really writes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Planned operations against those that torch counts, pairs against masks, and the length of a run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

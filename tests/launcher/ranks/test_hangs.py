@@ -1,7 +1,5 @@
 """A rank that answers no longer: the others end within the time-out, by a code of their own, with everyone's stacks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

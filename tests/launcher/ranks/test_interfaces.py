@@ -1,7 +1,5 @@
 """The interface towards other hosts. What real hosts do is held by tests/cluster."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 

@@ -1,7 +1,5 @@
 """The place of a process in the words of srun, Open MPI and MPICH; the environments are real ones, cut short."""
 
-from __future__ import annotations
-
 import pytest
 
 from longstride.kernels import ConfigError

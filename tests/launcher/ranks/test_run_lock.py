@@ -1,7 +1,5 @@
 """One run at a time in a folder, and how far a run has come."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Work of the first rank alone, for which the others wait."""
 
-from __future__ import annotations
-
 import errno
 import threading
 import time

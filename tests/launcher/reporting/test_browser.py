@@ -1,7 +1,5 @@
 """A report of a real run in a real browser: each part is there without an error, at any width, light and dark."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import wave

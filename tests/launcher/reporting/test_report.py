@@ -1,7 +1,5 @@
 """A report's page: what it tells, what it never obeys, how large it may become, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The page in a real browser, against `longstride serve` in a process of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """What `/v1` answers: the bytes, texts and scores of completions, and OpenAI's errors."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

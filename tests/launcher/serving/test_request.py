@@ -1,7 +1,5 @@
 """What a request's body may say, and how it is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

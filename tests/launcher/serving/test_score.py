@@ -1,7 +1,5 @@
 """`POST /likelihood`: the nats of each byte of a text, and what is refused."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

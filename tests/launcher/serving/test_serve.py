@@ -1,7 +1,5 @@
 """The verb `serve`: started and stopped as a person does, and with options that are wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The service over real sockets: what it answers, what it refuses, and how it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """Ranks that were given different runs say so before anything is built, in the same words on each of them."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable

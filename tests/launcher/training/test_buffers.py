@@ -1,7 +1,5 @@
 """What parts keep beside weights, through training, checkpoints of every layout, exports and averages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs whose packed documents do not see each other: training, evaluation, and a resume."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

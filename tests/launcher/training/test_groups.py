@@ -4,8 +4,6 @@ Where 1 is given, contexts are whole, and dropout is drawn by positions as in gr
 as many groups differ by rounding alone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the guards decide from a step's figures, and the files in which a run tells it."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

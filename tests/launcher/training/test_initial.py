@@ -1,7 +1,5 @@
 """`--from`: first weights of an export or of another run, what fits them, and what becomes of the rest."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Mixers with states or choices of their own, through training in every layout, checkpoints, export and sampling."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

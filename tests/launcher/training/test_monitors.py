@@ -1,7 +1,5 @@
 """Where lines stand in DeepSpeed's monitors, and what becomes of a run whose monitors fail."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Masked models through training, resumes in other layouts, evaluation and every verb that needs a next token."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Permuted models through training in several layouts, resumes, evaluation, plans and what they refuse."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs that end because their validation loss stands still, and the checkpoints with the lowest one, which stay."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

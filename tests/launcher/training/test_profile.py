@@ -1,7 +1,5 @@
 """A profile: parts of a step that add up, with collectives told from work, and a run that it leaves as it is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Progress for a person: a bar on a terminal, lines elsewhere."""
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os

@@ -1,7 +1,5 @@
 """Which batches a replay takes where the run was rewound on the way."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

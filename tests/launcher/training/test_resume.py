@@ -1,7 +1,5 @@
 """Which checkpoint a run goes on from: the newest whole one, told by its manifest."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What a guard's verdict does to the run folder, also where that has no room."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Samples of a model in training: what they hold, that they change nothing else, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

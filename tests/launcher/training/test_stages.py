@@ -1,7 +1,5 @@
 """Stages of growing contexts: `train.context_schedule`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The record of a run's starts: what cannot be written ends nothing, and what is torn stays apart."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

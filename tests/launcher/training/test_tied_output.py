@@ -1,7 +1,5 @@
 """A token table that is also the output's weight, through training in every layout, checkpoints, exports, `--from`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training, resuming and exporting with two processes over gloo, for every ZeRO stage and precision."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

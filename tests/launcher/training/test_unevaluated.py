@@ -1,7 +1,5 @@
 """Runs without evaluations, by train.evaluate_every=null: of data without a validation split, and of other data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The operations of a step against those that torch counts, and what they are divided by."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
