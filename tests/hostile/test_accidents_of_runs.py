@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from longstride.data_pipelines.building import build
+from longstride.launcher.checkpoints import open_checkpoint
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import UNEQUAL, configuration
 from tests.hostile.generators.faults import FAULTS, Disk, spread
@@ -46,6 +47,9 @@ STORIES = {
     ),
     "saving shared contexts": Story(
         ("train.keep_last=1", "train.sequence_parallel=2", "deepspeed=zero3_fp32"), ranks=2
+    ),
+    "saving the best": Story(
+        ("train.keep_last=1", "train.keep_best=1", "train.evaluate_every=1", "train.checkpoint_every=0")
     ),
     "going on": Story(start="torn", floor=4),
     "going on from an earlier step": Story(resume="2", start="whole", floor=2),
@@ -153,6 +157,8 @@ class Accidents:
         if written != expected and expected and expected[-1]["split"] != "train" and expected[-1]["step"] == step:
             del expected[-1]  # an evaluation comes after the save of its step: it is made up for
         assert written == expected, f"{where}: lines to step {step} are {written}"
+        if step and "train.keep_best=1" in self._story.changes:
+            open_checkpoint(self._run, "best").verify()
         codes = self._act(None, resume="auto")
         assert set(codes) == {0}, f"{where}\n---- next try\n{self._stderr()}"
         going_on = f"continuing from {self._run / 'checkpoints'}/step-{step:08d}\n"

@@ -1,4 +1,4 @@
-"""Many small runs from one process, with faults of files. Traced runs need Linux and a C compiler."""
+"""Many small runs from one process, with faults of files, which need Linux and a C compiler."""
 
 import contextlib
 import json
@@ -36,7 +36,6 @@ class ForkServer:
         self,
         arguments: list[str],
         world_size: int,
-        traced: dict[str, Any] | None = None,
         failing: dict[str, Any] | None = None,
         chunk_rows: int | None = None,
         fault: dict[str, Any] | None = None,
@@ -47,8 +46,6 @@ class ForkServer:
         Args:
             arguments: of launcher/train.py.
             world_size: the number of ranks.
-            traced: {rank, last}: operations on files of the rank's first save are logged. It is killed at operation
-                `last`, or after all.
             failing: {rank, steps, bytes, folder, stop}: in the saves of these steps the rank can write no longer file,
                 and None for `bytes` removes the folder. In step `stop` it gets SIGTERM.
             chunk_rows: of a model that works in chunks.
@@ -59,9 +56,7 @@ class ForkServer:
         log = self._folder / "operations"
         log.unlink(missing_ok=True)
         changes = {"FAILING": failing and json.dumps(failing), "CHUNK_ROWS": chunk_rows, "SPOIL": spoil}
-        changes |= {
-            name: case and json.dumps(case | {"log": str(log)}) for name, case in (("TRACED", traced), ("FAULT", fault))
-        }
+        changes["FAULT"] = fault and json.dumps(fault | {"log": str(log)})
         shared = plain_environment() | {name: str(change) for name, change in changes.items() if change is not None}
         port = free_port()
         places = [rank_environment(rank, world_size, port) for rank in range(world_size)]
@@ -83,7 +78,3 @@ class ForkServer:
     def log(self) -> list[faults.Operation]:
         """Return what the last faulty run did to files below the folder of its fault."""
         return faults.read_log(self._folder / "operations")
-
-    def operations(self) -> list[str]:
-        """Return what the traced rank of the last run did to files, including the operation that killed it."""
-        return [str(operation) for operation in self.log()]

@@ -319,20 +319,6 @@ def spoil_after_load(_: str) -> None:
                 parameter.mul_(1.001)
 
 
-def trace(text: str) -> None:
-    """Log the operations on files of the first save, not in the background; kill this rank during or after it."""
-    case = json.loads(text)
-    if case["rank"] != int(os.environ["RANK"]):
-        return
-
-    @replacing(saving.Saver, "save")
-    def traced(save: Any, *arguments: Any) -> None:
-        faults.arm("/", "kill before", case["last"], case["log"])
-        save(*arguments)
-        faults.disarm()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def finish_and(then: Callable[[], object]) -> None:
     """Do something after the end of each save in the background."""
 
@@ -392,7 +378,6 @@ CHANGES: dict[str, Callable[[str], object]] = {  # by variable; each gets its va
     "FLUSHES": tell_flushes,
     "REMOVE_AFTER_STEP_2": remove_after_step_2,
     "SIGNAL_RANK_1": signal_rank_1,
-    "TRACED": trace,
     "FAILING": fail_saves,
     "FAULT": cause_fault,
 }

@@ -39,7 +39,7 @@ def library(folder: Path) -> Path:
     return path
 
 
-def arm(folder: Path | str, kind: str, number: int, log: Path | str | None, *, every_thread: bool = True) -> None:
+def arm(folder: Path | str, kind: str, number: int, log: Path | str | None) -> None:
     """Start to count operations below a folder, and cause the fault at the one with a number (0: at none).
 
     ``log`` is a log of operations to which these are added; `read_log` reads it. Each forked process counts for
@@ -48,12 +48,7 @@ def arm(folder: Path | str, kind: str, number: int, log: Path | str | None, *, e
     fault, error = KINDS[kind]
     file = -1 if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     under = os.fsencode(folder)
-    ctypes.CDLL(None).faults_arm(under, fault, ctypes.c_long(number), error, file, int(every_thread))
-
-
-def disarm() -> None:
-    """Stop counting operations."""
-    ctypes.CDLL(None).faults_disarm()
+    ctypes.CDLL(None).faults_arm(under, fault, ctypes.c_long(number), error, file)
 
 
 def spread(count: int, most: int) -> list[int]:

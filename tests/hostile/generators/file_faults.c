@@ -21,10 +21,9 @@
 
 enum { COUNT, KILL_BEFORE, KILL_AFTER, FAIL, FAIL_FROM_HERE, RECORD };
 enum { PASS, DO, HALF, REFUSE }; /* not counted; counted; by half, and then the end; not at all */
-#define EVERY -1
 
 static char folder[4096];
-static long thread, done, number;
+static long armed, done, number;
 static int what, error_number, log_file = -1;
 static pthread_mutex_t *lock; /* one order for all processes that are forked from here */
 
@@ -41,14 +40,13 @@ __attribute__((constructor)) static void prepare(void) {
 static void take(void) { if (pthread_mutex_lock(lock) == EOWNERDEAD) pthread_mutex_consistent(lock); }
 static void give(void) { pthread_mutex_unlock(lock); }
 
-/* From now on what this thread, or every one, does below a folder counts; the fault comes at `last`, 0: at none.
+/* From now on what this process does below a folder counts; the fault comes at `last`, 0: at none.
    `log`: a descriptor. */
-void faults_arm(const char *under, int fault, long last, int error, int log, int every_thread) {
+void faults_arm(const char *under, int fault, long last, int error, int log) {
     snprintf(folder, sizeof folder, "%s", under);
     done = 0, number = last, what = fault, error_number = error, log_file = log;
-    thread = every_thread ? EVERY : syscall(SYS_gettid);
+    armed = 1;
 }
-void faults_disarm(void) { thread = 0; }
 
 static void die(void) { syscall(SYS_kill, getpid(), SIGKILL); for (;;) pause(); }
 static void put(const void *data, size_t size) {
@@ -89,7 +87,7 @@ static unsigned long identity(int at, const char *name) {
 static int makes_room(const char *name) { return strstr(name, "unlink") || strstr(name, "rmdir") || strstr(name, "truncate"); }
 
 static int counts(int at, const char *given, char *path) {
-    if (!thread || (thread != EVERY && thread != syscall(SYS_gettid))) return 0;
+    if (!armed) return 0;
     return (given || is_file(at)) && is_below(whole(at, given, path));
 }
 

@@ -20,7 +20,6 @@ from longstride.launcher.output.metrics_file import is_step
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training.guards import Plateau
 from tests.harness.lines import evaluation_line
-from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import complete, metrics, spawn
 
 Trained = Callable[..., Path]
@@ -165,22 +164,3 @@ def test_best_step_is_found_by_metrics_or_manifests_or_refused(trained: Trained,
         open_checkpoint(run, "best")
     rule = "no checkpoint has a validation loss in metrics.jsonl or in its manifest; complete ones: 8"
     assert str(caught.value).startswith(f"{run / 'checkpoints'}: {rule}")
-
-
-@pytest.mark.campaign
-def test_best_one_outlives_a_kill_at_every_operation_of_a_save(
-    server: ForkServer, config_file: Path, tmp_path: Path
-) -> None:
-    """Each save is that of a new best step, and removes the one before."""
-    run, newest = tmp_path / "run", 0
-    arguments = ["--config", str(config_file), "train.steps=400", "train.evaluate_every=1", "train.schedule=constant"]
-    arguments += ["train.keep_last=1", "train.keep_best=1", "train.checkpoint_every=0", "--resume", "auto"]
-    for last in [10**6, *range(1, 10**6)]:
-        assert server.run(arguments, 2, {"rank": 0, "last": last})[0] == -9, server.stderr()
-        best = open_checkpoint(run, "best")
-        best.verify()
-        assert best.manifest.step >= newest
-        newest = best.manifest.step
-        if len(server.operations()) < last < 10**6:
-            break
-    print(f"killed at {last} operations, the best one is of step {newest}")
