@@ -16,6 +16,7 @@ from longstride.launcher.output import exit_codes
 from tests.harness.programs import Programs
 from tests.harness.runs import ROOT
 from tests.launcher.cluster.test_hosts import VERSIONS
+from tests.launcher.conftest import Refusal
 from tests.launcher.test_cli import supervised
 
 Started = Callable[..., tuple[list[str], dict[str, str]]]
@@ -128,16 +129,12 @@ def test_wrong_options_start_and_write_nothing(
     started: Started,
     hostfile: Path,
     config_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refusal: Refusal,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("longstride.launcher.cluster.hosts.HOSTFILE", tmp_path / "none")
+    monkeypatch.setattr("longstride.launcher.cluster.hosts.HOSTFILE", hostfile.with_name("none"))
     words = [word.replace("{}", str(hostfile)) for word in words]
-    assert cli.main(["train", "--config", str(config_file), *words]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert message.replace("{}", str(hostfile)) in line
-    assert not (tmp_path / "run").exists()
+    assert message.replace("{}", str(hostfile)) in refusal("train", "--config", config_file, *words)
 
 
 def test_host_that_is_lost_is_left_out_where_the_launcher_can(
@@ -184,37 +181,25 @@ def test_host_that_is_lost_is_left_out_where_the_launcher_can(
 
 
 def test_host_is_not_cut_through_those_that_share_a_context(
-    started: Started, hostfile: Path, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    started: Started, hostfile: Path, config_file: Path, refusal: Refusal
 ) -> None:
     """Check this after filters, and with unequal slots; start what covers full hosts, or stays within one."""
     hostfile.write_text("node1 slots=2\nnode2 slots=4\nnode3 slots=2\n")
-    command = [
-        "train",
-        "--config",
-        str(config_file),
-        "--hostfile",
-        str(hostfile),
-        "model.heads=4",
-        "train.sequence_parallel=4",
-    ]
-    assert cli.main(command) == 2
+    shared = ("model.heads=4", "train.sequence_parallel=4")
     rule = "must divide the processes of every host, or equal those of several hosts; node2 has ranks 2 to 5; nearest 2"
-    assert capsys.readouterr().err == f"longstride: error: train.sequence_parallel=4: {rule}\n"
-    assert not (tmp_path / "run").exists()
+    line = refusal("train", "--config", config_file, "--hostfile", hostfile, *shared)
+    assert line == f"train.sequence_parallel=4: {rule}"
     for words in (["--exclude=node2"], ["--include=node2"], ["--include=node2:1,2@node1"]):
-        started("pdsh", "model.heads=4", "train.sequence_parallel=4", *words)
+        started("pdsh", *shared, *words)
     started("pdsh", "train.sequence_parallel=2", "train.micro_batch=1")
 
 
 def test_unequal_hosts_are_for_pdsh_alone(
-    started: Started, hostfile: Path, config_file: Path, capsys: pytest.CaptureFixture[str]
+    started: Started, hostfile: Path, config_file: Path, refusal: Refusal
 ) -> None:
     hostfile.write_text("node1 slots=3\nnode2 slots=1\n")
-    words = ["train", "--config", str(config_file), "--hostfile", str(hostfile), "--launcher", "slurm"]
-    assert cli.main(words) == 2
-    assert (
-        "slurm needs equal slots on every host, but they differ: node1 3, node2 1; use pdsh" in capsys.readouterr().err
-    )
+    line = refusal("train", "--config", config_file, "--hostfile", hostfile, "--launcher", "slurm")
+    assert "slurm needs equal slots on every host, but they differ: node1 3, node2 1; use pdsh" in line
     started("pdsh")
 
 

@@ -1,11 +1,12 @@
 """`longstride train` and its processes: stopped, killed and restarted; nothing is lost, and no process is left."""
 
+import contextlib
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from longstride.launcher.cluster.start import read_progress
 from longstride.launcher.cluster.supervisor import outcome_of
 from longstride.launcher.output import exit_codes
-from tests.harness.processes.tended import deepspeed, longstride, tended
+from tests.harness.processes.tended import Tended, deepspeed, longstride, tended
 from tests.harness.runs import ROOT, metrics, spawn
 
 Trained = Callable[..., Path]
@@ -25,14 +26,20 @@ _END_SECONDS = 60.0  # of processes on a machine with other work; a second or tw
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
+@contextlib.contextmanager
+def stand_ins(folder: Path, **environment: str) -> Iterator[Tended]:
+    """Start `longstride train` with stand-ins for the parts that take seconds to start; no process is left."""
+    with tended([sys.executable, str(_STAND_INS), "parent", str(folder)], folder, environment) as going:
+        assert going.wait_for(2)
+        yield going
+        assert not going.processes()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.campaign)])
 def test_stop_is_handed_on_and_everything_ends(tmp_path: Path, number: signal.Signals) -> None:
-    """Use stand-ins for the parts that take seconds to start."""
-    with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path) as going:
-        assert going.wait_for(2)
+    with stand_ins(tmp_path) as going:
         going.process.send_signal(number)
         assert going.end() == exit_codes.REQUEUE, going.output
-        assert not going.processes()
         assert going.output.startswith("longstride: stopping at the next step; interrupt again to leave at once\n")
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in range(2)] == [number.name] * 2
     assert not (tmp_path / ".stop-token").exists()
@@ -40,28 +47,23 @@ def test_stop_is_handed_on_and_everything_ends(tmp_path: Path, number: signal.Si
 
 def test_stop_before_the_first_step_ends_everything_at_once(tmp_path: Path) -> None:
     """Ranks that import and compile hear no wish, and have nothing to save."""
-    with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path, {"UNBEGUN": "1"}) as going:
-        assert going.wait_for(2)
+    with stand_ins(tmp_path, UNBEGUN="1") as going:
         since = time.monotonic()
         going.process.send_signal(signal.SIGINT)
         assert going.end() == exit_codes.REQUEUE, going.output
         assert time.monotonic() - since < 3.0 + _END_SECONDS / 10
-        assert not going.processes()
         assert "stopped before the first step" in going.output
     assert not list(tmp_path.glob("saved-*"))
     assert not list(tmp_path.glob(".stop*"))
 
 
 def test_second_signal_leaves_at_once(tmp_path: Path) -> None:
-    command = [sys.executable, str(_STAND_INS), "parent", str(tmp_path)]
-    with tended(command, tmp_path, {"SAVE_SECONDS": "600"}) as going:
-        assert going.wait_for(2)
+    with stand_ins(tmp_path, SAVE_SECONDS="600") as going:
         going.process.send_signal(signal.SIGINT)
         time.sleep(1.0)
         assert going.process.poll() is None
         going.process.send_signal(signal.SIGINT)
         assert going.end() == exit_codes.STOPPED, going.output
-        assert not going.processes()
     assert not list(tmp_path.glob("saved-*"))
 
 
@@ -74,14 +76,12 @@ def test_second_signal_leaves_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_lost_launcher_has_the_ranks_save_and_end(tmp_path: Path, victim: str, code: int) -> None:
-    with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path) as going:
-        assert going.wait_for(2)
+    with stand_ins(tmp_path) as going:
         (pid,) = going.named(victim)
         os.kill(pid, signal.SIGKILL)
         assert going.end() == code, going.output
         if victim == "parent":  # which else returns only when nothing is left
             assert going.all_ended(_END_SECONDS), going.processes()
-        assert not going.processes()
     # The launcher's part that watches the ranks may end the second one by its signal, once the first has ended.
     reasons = {(tmp_path / f"saved-{rank}").read_text() for rank in range(2)}
     assert "the end of its launcher" in reasons <= {"the end of its launcher", "SIGTERM"}
@@ -89,20 +89,16 @@ def test_lost_launcher_has_the_ranks_save_and_end(tmp_path: Path, victim: str, c
 
 def test_killed_rank_leaves_nothing_behind(tmp_path: Path) -> None:
     """Leave its loader worker an orphan; the launcher ends the other rank."""
-    with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path) as going:
-        assert going.wait_for(2)
+    with stand_ins(tmp_path) as going:
         os.kill(going.named(f"rank {tmp_path}")[0], signal.SIGKILL)
         assert going.end() == exit_codes.HUNG, going.output
-        assert not going.processes()
         assert "code 247: a process was ended by SIGKILL" in going.output
 
 
 def test_run_that_is_done_ends_by_code_0(tmp_path: Path) -> None:
-    with tended([sys.executable, str(_STAND_INS), "parent", str(tmp_path)], tmp_path) as going:
-        assert going.wait_for(2)
+    with stand_ins(tmp_path) as going:
         (tmp_path / "done").touch()
         assert going.end() == exit_codes.DONE, going.output
-        assert not going.processes()
 
 
 @pytest.mark.parametrize(

@@ -19,23 +19,43 @@ from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.ranks.processes import Ranks
 from tests.harness.runs import ROOT, files_under, plain_environment
 
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="FlexAttention has a backward on a GPU")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "starts"),
+    [
+        pytest.param(
+            ["model.backend=flex"],
+            ['model.backend="flex": cannot run here: FlexAttention has no backward on the CPU'],
+            marks=ON_CPU,
+        ),
+        (
+            ["model.backend=triton", "model.width=1024"],
+            ['model.backend="triton": cannot run here: a head width of 512 exceeds 256'],
+        ),
+        (["--resume=4"], ["{run}: no such run folder; name one that `longstride train` wrote"]),
+        (["model.layers=0", "--resume", "auto", "notes=x", "train.steps=0"], ["model.layers=0:", "train.steps=0:"]),
+        (["data.train_split=validation"], ["data.validation_split="]),
+        (
+            ["data.worker_timeout_seconds=60"],
+            ["data.worker_timeout_seconds=60.0: must be less than train.timeout_seconds"],
+        ),
+        (["model.context=1048576"], ["model.context=1048576: is longer than the split"]),
+        (["data.hop=8"], ["data.hop=8: packed documents are cut every 64 bytes; set packing=false"]),
+    ],
+)
+def test_wrong_words_have_a_line_each(
+    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path, arguments: list[str], starts: list[str]
+) -> None:
+    first, *others = arguments  # options and overrides stand in any order
+    for line, start in zip(refused(first, "--config", str(config_file), *others), starts, strict=True):
+        assert line.startswith(start.format(run=tmp_path / "run"))
+
 
 def test_configuration_of_another_ending(refused: Callable[..., list[str]], config_file: Path) -> None:
     wrong = config_file.with_suffix(".jsn")
     assert refused("--config", str(wrong)) == [f"{wrong}: no such file; nearest {config_file}"]
-
-
-@pytest.mark.parametrize(
-    ("backend", "width", "reason"),
-    [("flex", 32, "FlexAttention has no backward on the CPU"), ("triton", 1024, "a head width of 512 exceeds 256")],
-)
-def test_backend_that_cannot_run(
-    refused: Callable[..., list[str]], config_file: Path, backend: str, width: int, reason: str
-) -> None:
-    if torch.cuda.is_available() and backend == "flex":
-        pytest.skip("it has one on a GPU")
-    (line,) = refused("--config", str(config_file), f"model.backend={backend}", f"model.width={width}")
-    assert line.startswith(f'model.backend="{backend}": cannot run here: {reason}')
 
 
 @pytest.mark.parametrize(
@@ -60,14 +80,6 @@ def test_half_a_launchers_environment(
     monkeypatch.setenv("WORLD_SIZE", "2")
     (line,) = refused("--config", str(config_file))
     assert line.startswith("environment: WORLD_SIZE given without RANK, LOCAL_RANK")
-
-
-def test_resume_of_a_run_that_is_not_there(
-    refused: Callable[..., list[str]], config_file: Path, tmp_path: Path
-) -> None:
-    assert refused("--config", str(config_file), "--resume", "4") == [
-        f"{tmp_path / 'run'}: no such run folder; name one that `longstride train` wrote"
-    ]
 
 
 def test_output_that_holds_a_run(refused: Callable[..., list[str]], config_file: Path, run_copy: Path) -> None:
@@ -168,11 +180,6 @@ def test_deeply_nested_configuration(refused: Callable[..., list[str]], config_f
     assert refused("--config", str(config_file)) == [f"{config_file}: {rule}"]
 
 
-def test_overrides_and_options_in_any_order(refused: Callable[..., list[str]], config_file: Path) -> None:
-    lines = refused("train.steps=0", "--config", str(config_file), "model.layers=0", "--resume", "auto", "notes=x")
-    assert [line.split(":")[0] for line in lines] == ["model.layers=0", "train.steps=0"]
-
-
 def test_export_of_a_damaged_checkpoint(run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = run_copy / "checkpoints/step-00000008/deepspeed/mp_rank_00_model_states.pt"
     content = bytearray(weights.read_bytes())
@@ -224,23 +231,3 @@ def test_picture_of_another_shape_is_refused(
     for fitting in ("tokens", "learned"):  # these have no shape
         overrides = [f"data.path={tmp_path / 'pictures'}", f'model.embedding={{"type": "{fitting}"}}', *changes]
         TrainingData(load_config(config_file, overrides), Ranks()).check()
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ("data.train_split=validation", "data.validation_split="),
-        ("data.worker_timeout_seconds=60", "data.worker_timeout_seconds=60.0: must be less than train.timeout_seconds"),
-        (
-            "data.validation_split=test",
-            'data.validation_split="test": no split of {data}, which holds train, validation;',
-        ),
-        ("model.context=1048576", "model.context=1048576: is longer than the split"),
-        ("data.hop=8", "data.hop=8: packed documents are cut every 64 bytes; set packing=false"),
-    ],
-)
-def test_data_that_does_not_fit_the_configuration(
-    refused: Callable[..., list[str]], config_file: Path, data: Path, change: str, rule: str
-) -> None:
-    (line,) = refused("--config", str(config_file), change)
-    assert line.startswith(rule.format(data=data))
