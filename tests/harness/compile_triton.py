@@ -40,6 +40,7 @@ KERNELS = {
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TABLES = {"table", "data", "source_table", "source_data"}
 WIDE = {"lse", "delta", "grad_lse", "per_query", "previous", "workspace", "dk_by_head", "dv_by_head"}
+WIDE |= {"partial", "partial_stats"}  # of a query alone
 POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
 PLANNED = ("forward", "dkdv", "dq", "closed", "closed_forward")  # kernels with configurations of their own
 NATURAL, FOLDED, SHIFTED, LISTED, STAIRS = map(int, Form)
@@ -76,7 +77,7 @@ def compiled_kernel(case: str) -> Callable[[], dict[str, Any]]:
     constants = {parameter.name: values[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
-        kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
+        kind = type_of(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
         signature[parameter.name] = kind
         if kind.startswith("*") or parameter.name.startswith("stride"):
             attributes[(number,)] = [["tt.divisibility", 16]]
@@ -149,7 +150,8 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
     }
 
 
-def _type(parameter: str, dtype: str) -> str:
+def type_of(parameter: str, dtype: str) -> str:
+    """Return the type of a kernel's parameter."""
     if parameter in TABLES:
         return "*i32"
     if parameter in WIDE:

@@ -11,7 +11,7 @@ PHASES = ("forward", "backward", "both")
 CARD = {"device": "A card", "device_type": "cuda", "copy_bytes_per_second": 3e12}
 
 
-def timing(pattern: str, context: int, stride: int, ratio: float, **others: Any) -> dict[str, Any]:
+def timing(pattern: str, context: int = 64, stride: int = 8, ratio: float = 1.0, **others: Any) -> dict[str, Any]:
     seconds = dict.fromkeys(PHASES, 0.5)
     return {
         "pattern": pattern,
@@ -69,16 +69,16 @@ def test_the_published_window_is_by_visited_tiles() -> None:
 
 
 def test_one_case_with_other_bits_misses() -> None:
-    rows = [timing("local", 64, 8, 1.0), timing("column", 64, 8, 1.0, deterministic=False)]
+    rows = [timing("local"), timing("column", deterministic=False)]
     assert "50% (1 of 2 cases)" in verdicts({**CARD, "timings": rows})["backward gives the same bits twice"]
 
 
 def test_bandwidth_counts_the_least_of_the_heads_that_bytes_bind() -> None:
     bound = dict.fromkeys(PHASES, "bytes")
     rows = [
-        timing("column", 64, 8, 1.0, bound=bound),
-        timing("local", 64, 8, 1.0, bound=bound, gigabytes_per_second={"forward": 1_800.0, "backward": 2_000.0}),
-        timing("block", 64, 8, 1.0, gigabytes_per_second={"forward": 1.0, "backward": 1.0}),
+        timing("column", bound=bound),
+        timing("local", bound=bound, gigabytes_per_second={"forward": 1_800.0, "backward": 2_000.0}),
+        timing("block", gigabytes_per_second={"forward": 1.0, "backward": 1.0}),
     ]
     found = verdicts({**CARD, "timings": rows})
     assert "60% (the least of 2: local" in found["bound by bytes, one part, forward, of a copy"]

@@ -6,27 +6,13 @@ from benchmarks.attention import cases
 from benchmarks.attention.attention import groups_of, read_options
 from benchmarks.attention.bars import CPU_BARS, GPU_BARS, Measured, Results
 from benchmarks.attention.measure import allowed_pairs, visited_pairs
+from tests.benchmarks.attention.test_bars import PHASES, timing
 
-
-def row(group: cases.Group, name: str) -> dict:
-    """A made-up row of a case."""
-    phases = {"forward": 1.0, "backward": 1.0, "both": 1.0}
-    kinds = ("ratio_to_dense", "seconds", "tflops_on_visited", "tflops_on_allowed", "gigabytes_per_second")
-    return {
-        "pattern": name,
-        **group.sizes(),
-        **dict.fromkeys(kinds, phases),
-        "dense_kernels": {"flash": phases},
-        "dense_kernel": dict.fromkeys(phases, "flash"),
-        "bound": dict.fromkeys(phases, "bytes"),
-        "deterministic": True,
-        "peak_bytes": 1,
-        "bytes_per_position": 1.0,
-    }
+BY_BYTES = dict.fromkeys(PHASES, "bytes")
 
 
 def measured_by(preset: list[cases.Group], device_type: str, bars: tuple) -> list[Measured | None]:
-    rows = [row(group, name) for group in preset for name in group.names]
+    rows = [timing(name, ratio=1.0, bound=BY_BYTES) | group.sizes() for group in preset for name in group.names]
     file = {"device": "a", "device_type": device_type, "copy_bytes_per_second": 1e9, "timings": rows}
     return [bar.measure(Results(device_type, [file])) for bar in bars]
 

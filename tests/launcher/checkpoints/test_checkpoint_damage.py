@@ -19,7 +19,6 @@ from longstride.launcher.checkpoints.manifest import (
     write_manifest,
 )
 from longstride.launcher.ranks.processes import Ranks
-from tests.harness.runs import spawn
 from tests.launcher.training.test_training import RUNS
 
 Trained = Callable[..., Path]
@@ -87,16 +86,6 @@ def test_random_damage_is_always_found(run_copy: Path, tmp_path: Path, cases: in
         shutil.rmtree(folder)
     shutil.copytree(whole, folder)
     assert found_whole(run_copy) == [STEP, 4]
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("number", range(9))
-def test_random_damage_is_passed_over_by_a_resume(run_copy: Path, number: int) -> None:
-    done = spoil(checkpoint_folder(run_copy, STEP), random.Random(number), FLIPS[number])
-    ended = spawn(["--config", str(run_copy / "config.json"), "--resume", "auto", f"train.output={run_copy}"], 2)
-    assert ended.codes == [0, 0], ended.stderr
-    assert "longstride: passed over: " in ended.stderr[0], done
-    assert f"longstride: continuing from {checkpoint_folder(run_copy, 4)}" in ended.stderr[0]
 
 
 def test_links_in_a_checkpoint_are_foreign(run_copy: Path, tmp_path: Path) -> None:

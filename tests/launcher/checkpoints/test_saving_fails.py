@@ -4,9 +4,6 @@ import contextlib
 import errno
 import os
 import resource
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from longstride.launcher.checkpoints.pickles import write_pickle
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training.recorder import LineFile
 from tests.harness.processes.forked import ForkServer
-from tests.harness.runs import ROOT, metrics, plain_environment
+from tests.harness.runs import metrics
 from tests.launcher.conftest import chunks
 from tests.launcher.training.test_training import RUNS
 
@@ -103,39 +100,6 @@ def test_folder_that_has_gone_is_told_and_not_made_anew(server: ForkServer, conf
         assert f"{line}; there is no checkpoint yet\n" in told
     assert not folder.exists()
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
-
-
-@pytest.mark.campaign
-def test_small_disk_fills_up_and_the_run_reaches_its_end(config_file: Path, tmp_path: Path) -> None:
-    """A real file system without room, metrics.jsonl and all; what it holds is copied out before it goes."""
-    disk, out = tmp_path / "disk", tmp_path / "out"
-    disk.mkdir()
-    enter = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    if shutil.which("unshare") is None or subprocess.run([*enter, "true"], check=False).returncode:
-        pytest.skip("no mount namespaces here")
-    worker = f"{sys.executable} {ROOT}/tests/harness/processes/worker.py --config {config_file} train.output={disk}/run"
-    # Behind the second step nothing but the run's own removals makes room.
-    script = f"""
-        mount -t tmpfs -o size=1500k none {disk} || exit 99
-        {worker} train.checkpoint_every=1 2> {out}.stderr
-        echo $? > {out}.code
-        mount -o remount,size=64m {disk}
-        cp -r {disk}/run {out}
-        {worker} --resume auto 2>> {out}.stderr || exit 98
-        cp {disk}/run/metrics.jsonl {out}.metrics
-    """
-    environment = plain_environment()
-    ended = subprocess.run([*enter, script], env=environment, capture_output=True, text=True, timeout=300, check=False)
-    told = Path(f"{out}.stderr").read_text()
-    assert ended.returncode == 0, (ended.stderr, told)
-    assert Path(f"{out}.code").read_text() == "1\n", told
-    assert f": {os.strerror(errno.ENOSPC)}, with " in told
-    assert "make room, or the next one will not be saved" in told
-    assert "Traceback" not in told
-    kept = steps_of(out)
-    assert kept == list(range(1, len(kept) + 1)) and 2 <= len(kept) < 8
-    assert f"longstride: continuing from {disk}/run/checkpoints/step-{kept[-1]:08d}" in told
-    assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
 
 
 def test_error_of_a_disk_is_told_with_its_path(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from longstride.launcher.output import exit_codes
 from tests.harness.lines import step_line, write_metrics
 
 Attempt = Callable[[], int]
+WAIT_FOR_STOP = start.wait_for_stop
 
 
 def save(run: Path, step: int) -> None:
@@ -31,8 +32,8 @@ def record(run: Path, step: int) -> None:
 class Played:
     """A run whose attempts are given as functions that leave their traces in the folder and return a code."""
 
-    def __init__(self, run: Path, attempts: list[Attempt], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.run, self.attempts = run, attempts
+    def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.attempts = run, list[Attempt]()
         self.resumed: list[str] = []
         self.begun: list[bool] = []  # whether each attempt took steps
         self.waited: list[float] = []
@@ -41,7 +42,9 @@ class Played:
         monkeypatch.setattr(start, "wait_for_stop", self._stop_comes)
         monkeypatch.setattr(start, "vacate", lambda _, stop_file, *__: self.vacated.append(stop_file))
 
-    def go(self, max_restarts: int, resume: str = "never") -> int:
+    def go(self, attempts: list[Attempt], max_restarts: int, resume: str = "never") -> int:
+        self.attempts = attempts
+        self.resumed.clear()
         with closing(StopRequest()) as request:
             return run_with_restarts(self.run, resume, max_restarts, self, request, self._supervise, 1.0)
 
@@ -65,8 +68,13 @@ class Played:
         return request.signal is not None
 
 
+@pytest.fixture
+def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(tmp_path, monkeypatch)
+
+
 def test_lost_run_goes_on_from_what_it_saved_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def first() -> int:
         record(tmp_path, 3)
@@ -76,8 +84,7 @@ def test_lost_run_goes_on_from_what_it_saved_and_says_so(
         save(tmp_path, 4)
         return exit_codes.UNFORESEEN
 
-    played = Played(tmp_path, [first, second, lambda: exit_codes.DONE], monkeypatch)
-    assert played.go(5) == exit_codes.DONE
+    assert played.go([first, second, lambda: exit_codes.DONE], 5) == exit_codes.DONE
     assert played.resumed == ["never", "auto", "auto"]
     assert played.waited == [1.0, 1.0]
     assert capsys.readouterr().err.splitlines() == [
@@ -88,30 +95,26 @@ def test_lost_run_goes_on_from_what_it_saved_and_says_so(
 
 
 @pytest.mark.parametrize("code", [0, 2, 75, 76, 130])
-def test_end_that_no_restart_could_mend_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    played = Played(tmp_path, [lambda: code], monkeypatch)
-    assert played.go(5) == code
+def test_end_that_no_restart_could_mend_is_the_last(played: Played, code: int) -> None:
+    assert played.go([lambda: code], 5) == code
     assert len(played.resumed) == 1
 
 
-def test_restarts_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_restarts_are_counted(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = iter(range(1, 9))
 
     def further() -> int:
         record(tmp_path, next(steps))
         return exit_codes.HUNG
 
-    played = Played(tmp_path, [further] * 4, monkeypatch)
-    assert played.go(3) == exit_codes.HUNG
+    assert played.go([further] * 4, 3) == exit_codes.HUNG
     assert len(played.resumed) == 4
     assert capsys.readouterr().err.splitlines()[-1].endswith("all 3 restarts are used")
-    assert Played(tmp_path, [further], monkeypatch).go(0) == exit_codes.HUNG
+    assert played.go([further], 0) == exit_codes.HUNG
 
 
 def test_run_that_comes_no_further_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Repeat the steps up to the one that kills the run; its lines are cut off and written again each time."""
     save(tmp_path, 4)
@@ -120,31 +123,26 @@ def test_run_that_comes_no_further_is_given_up(
         write_metrics(tmp_path, [step_line(7)])
         return exit_codes.UNFORESEEN
 
-    played = Played(tmp_path, [same] * 9, monkeypatch)
-    assert played.go(9, "auto") == exit_codes.UNFORESEEN
+    assert played.go([same] * 9, 9, "auto") == exit_codes.UNFORESEEN
     assert len(played.resumed) == 4  # the first one brought step 7
     assert played.waited == [1.0, 2.0, 4.0]
     assert "3 attempts in a row did not get beyond step 4; no more restarts" in capsys.readouterr().err
 
 
-def test_nothing_left_to_go_on_with_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    played = Played(tmp_path, [lambda: exit_codes.HUNG], monkeypatch)
+def test_nothing_left_to_go_on_with_ends_the_run(played: Played, capsys: pytest.CaptureFixture[str]) -> None:
 
     def lost() -> str:
         raise ConfigError("no host answers")
 
     played.lost = lost
-    assert played.go(5) == exit_codes.HUNG
+    assert played.go([lambda: exit_codes.HUNG], 5) == exit_codes.HUNG
     assert capsys.readouterr().err.endswith("a process was ended by SIGKILL; no host answers\n")
 
 
 def test_host_lost_while_the_next_attempt_is_prepared_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    played: Played, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Remove a host between its check and the launch. This is not the user's mistake, so the code is not 2."""
-    played = Played(tmp_path, [lambda: exit_codes.HUNG], monkeypatch)
     launch = played.launch
 
     def launch_once(resume: str) -> Launch:
@@ -153,27 +151,24 @@ def test_host_lost_while_the_next_attempt_is_prepared_ends_the_run(
         return launch(resume)
 
     monkeypatch.setattr(played, "launch", launch_once)
-    assert played.go(5) == exit_codes.HUNG
+    assert played.go([lambda: exit_codes.HUNG], 5) == exit_codes.HUNG
     assert capsys.readouterr().err.endswith("a process was ended by SIGKILL; node2: no answer\n")
 
 
-def test_stop_between_attempts_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_between_attempts_ends_the_run(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped() -> int:
         signal.raise_signal(signal.SIGUSR1)
         return exit_codes.HUNG
 
-    stop_comes = start.wait_for_stop
-    played = Played(tmp_path, [stopped], monkeypatch)
-    monkeypatch.setattr(start, "wait_for_stop", stop_comes)
-    assert played.go(5) == exit_codes.REQUEUE
+    monkeypatch.setattr(start, "wait_for_stop", WAIT_FOR_STOP)
+    assert played.go([stopped], 5) == exit_codes.REQUEUE
     assert len(played.vacated) == 1  # what it has left elsewhere stops as well
 
 
 def test_host_that_is_cut_off_from_all_others_asks_them_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    played: Played, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Use up a restart, but no attempt without progress, as the ranks may train on."""
-    played = Played(tmp_path, [lambda: exit_codes.HUNG, lambda: exit_codes.DONE], monkeypatch)
     asked: list[int] = []
 
     def lost() -> str:
@@ -183,7 +178,7 @@ def test_host_that_is_cut_off_from_all_others_asks_them_again(
         return "with 2 processes"
 
     played.lost = lost
-    assert played.go(9) == exit_codes.DONE
+    assert played.go([lambda: exit_codes.HUNG, lambda: exit_codes.DONE], 9) == exit_codes.DONE
     assert (played.resumed, asked, len(played.vacated)) == (["never", "auto"], [0] * 5, 1)
     assert played.waited == [1.0, *[60.0] * 4]
     said = capsys.readouterr().err.splitlines()
@@ -191,7 +186,7 @@ def test_host_that_is_cut_off_from_all_others_asks_them_again(
     assert said[-1].endswith("no host answers; continuing from the start with 2 processes; restarts left: 4")
     asked.clear()
     played.resumed.clear()
-    assert played.go(2) == exit_codes.HUNG
+    assert played.go([lambda: exit_codes.HUNG, lambda: exit_codes.DONE], 2) == exit_codes.HUNG
     assert capsys.readouterr().err.endswith("ended: no host answers; all 2 restarts are used\n")
 
 

@@ -319,32 +319,6 @@ def test_loss_scale_at_its_floor_meets_the_policy(data: Path, tmp_path: Path) ->
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_skipping_or_rewinding_for_ever_ends_the_run(what: str, data: Path, tmp_path: Path) -> None:
-    """In every precision where DeepSpeed would go on skipping in silence; fp16 has its loss scale to tell it."""
-    names = [name for name in EVERY if what == "loss" or "fp16" not in name]
-    skipping = [Case(tmp_path / f"{name}-skip", name).made(data) for name in names]
-    rewinding = [Case(tmp_path / f"{name}-rewind", name).made(data) for name in names]
-    early = [Case(tmp_path / f"{name}-early", name).made(data) for name in names]
-    limits = ["train.guards.max_skips_in_a_row=3", "train.guards.max_rewinds=2"]
-    runs = [c.start(*limits, "train.guards.non_finite=skip", spoil=f"{what},0,3,8,99") for c in skipping]
-    runs += [c.start(*limits, "train.guards.non_finite=rewind", spoil=f"{what},0,6,8,99") for c in rewinding]
-    runs += [c.start(*limits, "train.guards.non_finite=rewind", spoil=f"{what},0,3,8,99") for c in early]
-    ended = spawn_series(runs)
-    cases = [*skipping, *rewinding, *early]
-    acted = [["skip", "skip", "stop"], ["rewind", "rewind", "stop"], ["rewind"]]
-    reasons = ["it is step 3 in a row", "max_rewinds=2 did not get beyond step 6", "there is no complete checkpoint"]
-    for number, (case, end) in enumerate(zip(cases, ended, strict=True)):
-        kind = number // len(names)
-        assert end.codes == [exit_codes.GUARDED] * 2, (case.folder.name, end.stderr)
-        found = [text.split(":")[0] for text in verdicts(end) if text != "None"]
-        assert found == acted[kind], case.folder.name
-        assert reasons[kind] in end.stderr[0]
-        steps = [incident.step for incident in read_incidents(case.run).values()]
-        assert steps == [[5, 4, 3], [6, 6, 6], [3]][kind]
-
-
-@pytest.mark.campaign
 def test_replay_without_a_checkpoint_begins_at_the_beginning(data: Path, tmp_path: Path) -> None:
     """Two evaluations and a skipped step lie on the way, and change nothing of it."""
     cases = [Case(tmp_path / name, name).made(data) for name in ("zero0-bf16", "zero3-fp16")]
