@@ -15,9 +15,11 @@ from triton.compiler import ASTSource
 
 from benchmarks.attention.compiled import read
 from longstride.kernels.backends.triton.decode import MOST_SPLITS, NUM_WARPS, block_of, decode_kernel, merge_kernel
-from tests.harness.compile_triton import FOLDED, LISTED, NATURAL, SHIFTED, TYPES, amdgcn_usage, target_of, type_of
+from tests.harness.compile_triton import FOLDED, LISTED, NATURAL, SHIFTED, TABLES, TYPES, amdgcn_usage, target_of
 
 KERNELS = {"decode": decode_kernel, "split": decode_kernel, "merge": merge_kernel}
+POINTERS = {"q", "k", "v", "out"}
+WIDE = {"lse", "partial", "partial_stats"}
 SHAPES = {  # (row of a position, positions of keys, intervals) of each part
     "natural": ((NATURAL, NATURAL, FOLDED),),  # local, block
     "strided": ((NATURAL, NATURAL, FOLDED), (FOLDED, FOLDED, FOLDED)),
@@ -49,7 +51,7 @@ def compile_kernel(case: str) -> dict[str, Any]:
     constants = {parameter.name: values[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
-        kind = type_of(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
+        kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
         if stored and parameter.name == "position":
             kind = "*i64"
         signature[parameter.name] = kind
@@ -63,6 +65,14 @@ def compile_kernel(case: str) -> dict[str, Any]:
         return usage | amdgcn_usage(compiled.asm["amdgcn"])
     code = read(compiled.asm["cubin"], compiled.metadata.shared, NUM_WARPS)
     return usage | {"registers": code.registers, "spilled_bytes": code.stack_bytes}
+
+
+def _type(parameter: str, dtype: str) -> str:
+    if parameter in TABLES:
+        return "*i32"
+    if parameter in WIDE:
+        return "*fp32"
+    return "*" + dtype if parameter in POINTERS else "i32"
 
 
 if __name__ == "__main__":

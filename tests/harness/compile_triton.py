@@ -7,6 +7,8 @@ the last one, ``overlap3`` for the fourth of a selection's parts that may have t
 earlier passes have keys in the order of "shifted".
 """
 
+from __future__ import annotations
+
 import json
 import re
 import sys
@@ -40,7 +42,6 @@ KERNELS = {
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 TABLES = {"table", "data", "source_table", "source_data"}
 WIDE = {"lse", "delta", "grad_lse", "per_query", "previous", "workspace", "dk_by_head", "dv_by_head"}
-WIDE |= {"partial", "partial_stats"}  # of a query alone
 POINTERS = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}
 PLANNED = ("forward", "dkdv", "dq", "closed", "closed_forward")  # kernels with configurations of their own
 NATURAL, FOLDED, SHIFTED, LISTED, STAIRS = map(int, Form)
@@ -77,7 +78,7 @@ def compiled_kernel(case: str) -> Callable[[], dict[str, Any]]:
     constants = {parameter.name: values[parameter.name] for parameter in kernel.params if parameter.is_constexpr}
     signature, attributes = {}, {}
     for number, parameter in enumerate(kernel.params):
-        kind = type_of(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
+        kind = _type(parameter.name, TYPES[dtype]) if parameter.name not in constants else "constexpr"
         signature[parameter.name] = kind
         if kind.startswith("*") or parameter.name.startswith("stride"):
             attributes[(number,)] = [["tt.divisibility", 16]]
@@ -150,8 +151,7 @@ def _constants(name: str, chosen: Configuration, width: int, further: list[str])
     }
 
 
-def type_of(parameter: str, dtype: str) -> str:
-    """Return the type of a kernel's parameter."""
+def _type(parameter: str, dtype: str) -> str:
     if parameter in TABLES:
         return "*i32"
     if parameter in WIDE:
