@@ -294,7 +294,7 @@ class SparseTransformer(Part):
         Raises:
             ConfigError: a part does not support documents, or padding.
         """
-        contexts, columns, context, shared = [], 0, tokens.shape[1], self._shared_tensor()
+        contexts, columns, context = [], 0, tokens.shape[1]
         local_places = None
         readable = places
         if real is not None:
@@ -304,6 +304,7 @@ class SparseTransformer(Part):
         if places is not None:
             self._require("documents")
             local_places = places[:, self.division.section(context)]
+        inputs = BlockContext(places=local_places, real=real, shared=self._shared_tensor())
         selections: dict[Hashable, Selection | None] = {None: None}  # shared by layers that read alike
         for block in self.blocks:
             mixer, alike = block.mixer, None
@@ -316,8 +317,7 @@ class SparseTransformer(Part):
                 columns = 0
             elif mixer is not None:
                 columns = mixer.columns(context)
-            read = BlockContext(selection=selections[alike], real=real, shared=shared)
-            contexts.append(read._replace(places=local_places, columns=columns))
+            contexts.append(inputs._replace(selection=selections[alike], columns=columns))
         return contexts
 
     def layout_contexts(self, layout: Layout) -> list[BlockContext]:
@@ -329,8 +329,8 @@ class SparseTransformer(Part):
         if layout.real is not None:
             self._require("padding")
         selection = layout.selection.mapped(lambda tensor: tensor.expand(-1, self.config.heads, -1))
-        context = BlockContext(places=layout.places, selection=selection, real=layout.real)
-        return len(self.blocks) * [context._replace(shared=self._shared_tensor())]
+        inputs = BlockContext(places=layout.places, selection=selection, real=layout.real)
+        return len(self.blocks) * [inputs._replace(shared=self._shared_tensor())]
 
     def _shared_tensor(self) -> Tensor | None:
         """Compute what all layers read of the part that they share."""

@@ -85,7 +85,7 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
 
 
 def _check_shared(mixers: Sequence[MixerConfig], network: NetworkConfig) -> None:
-    """Check that layers can share what they are to share."""
+    """Check that layers agree about the parameters that they share."""
     sharing = {mixer for mixer in mixers if isinstance(mixer, LinformerConfig) and mixer.share == "layers"}
     if len(sharing) > 1:
         rule = 'layers that share mixtures differ in other keys; make them equal, or take "share": "keys_and_values"'

@@ -3,6 +3,7 @@
 Letters: B batch, N positions, R rows of the network, V vocabulary.
 """
 
+import copy
 import itertools
 import re
 from collections import Counter
@@ -216,9 +217,21 @@ def test_a_token_changes_the_logits_of_those_predicted_after_it_alone(
 def test_every_backend_and_precision_agrees(
     backend: str, dtype: torch.dtype, bound: float, objective: dict[str, Any]
 ) -> None:
-    tokens, extra = contexts(objective, (20, 13))
+    assert_agree(network(objective), network(objective, backend=backend).to(DEVICES[backend], dtype), bound=bound)
+
+
+@both
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)])
+def test_biases_agree_in_every_precision(objective: dict[str, Any], dtype: torch.dtype, bound: float) -> None:
+    model = network(objective, **BIAS)
+    assert_agree(model, copy.deepcopy(model).to(DEVICES["triton"], dtype), bound=bound)
+
+
+def assert_agree(*models: SparseTransformer, bound: float) -> None:
+    """Assert that the second model has the nats and gradients of the first."""
+    tokens, extra = contexts(models[0].config.objective.model_dump(), (20, 13))
     results = []
-    for model in (network(objective), network(objective, backend=backend).to(DEVICES[backend], dtype)):
+    for model in models:
         device = model.norm.weight.device
         nats = model(tokens.to(device), return_nats=True, **{name: x.to(device) for name, x in extra.items()})
         results.append([x.double().cpu() for x in (nats.detach(), *gradients(model, nats))])
