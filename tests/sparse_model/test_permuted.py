@@ -69,12 +69,12 @@ def rows_read(order: list[int], is_mpnet: bool) -> dict[Row, set[Row]]:
 
 
 BIAS = {"relative_bias": {"buckets": 12, "distance": 11}}
-EARLIER = [0, 1, 2, *2 * [3], *3 * [4], *12 * [5]]  # the buckets of earlier keys, from 3 to 11 at logarithms
+EARLIER = [0, 1, 2, 3, 3, 4, 4, 4, 5, 5, 5, 5]  # the buckets of earlier keys, from 3 to 11 at logarithms
 
 
 def bucket(distance: int) -> int:
     """Return the bucket of a key at this distance from a query."""
-    return EARLIER[abs(distance)] + 6 * (distance > 0)
+    return EARLIER[min(abs(distance), 11)] + 6 * (distance > 0)
 
 
 def definition(model: SparseTransformer, tokens: Tensor, inputs: Tensor, order: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ from longstride.sparse_model.mixers import Attention
 from tests.harness.layouts import losses_of, train_through
 from tests.harness.runs import complete
 from tests.launcher.training.test_objectives import assert_counted
-from tests.sparse_model.test_permuted import DENSE, MPNET, XLNET, definition, network
+from tests.sparse_model.test_permuted import BIAS, DENSE, MPNET, XLNET, definition, network
 
 MODEL = (f"model.objective={json.dumps(MPNET)}", f"model.attention={json.dumps(DENSE)}", "model.dropout=0")
+BIASED = (*MODEL, f"model.relative_bias={json.dumps(BIAS['relative_bias'])}")
 
 
 def test_losses_are_those_of_one_process_in_every_layout(config_file: Path, tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_losses_are_those_of_one_process_in_every_layout(config_file: Path, tmp_
         (2, ("deepspeed=zero1_fp32", "data.workers=2", "model.backend=auto", "train.activation_checkpointing=true")),
         (2, ("deepspeed=zero3_bf16",)),
     ]
-    train_through(config_file, tmp_path / "moved", MODEL, legs, 1)
+    train_through(config_file, tmp_path / "moved", BIASED, legs, 1)
     assert_counted(tmp_path / "moved", "bits_per_predicted_byte")
 
 
@@ -42,7 +43,7 @@ def test_a_resume_takes_the_steps_of_an_undisturbed_run_and_its_evaluation_is_th
     losses_of(config_file, run, 2, 1, *xlnet)
     assert losses_of(config_file, run, 4, 1, *xlnet) == expected
     run = tmp_path / "mpnet"
-    losses_of(config_file, run, 2, 1, *MODEL)
+    losses_of(config_file, run, 2, 1, *BIASED)
     lines = []
     for processes in (1, 2):
         ended = complete(["evaluate", str(run)], processes, {"VERB": "1"})
@@ -87,7 +88,7 @@ def test_what_needs_rows_in_order_is_refused(
 
 def test_a_plan_counts_both_streams(config_file: Path) -> None:
     """The rehearsed memory is that of a real pass, of N + 2b rows with an output of b."""
-    config = load_config(config_file, [*MODEL, "model.backend=cpu"])
+    config = load_config(config_file, [*BIASED, "model.backend=cpu"])
     made = plan.make_plan(config, [1], 100, "cpu")
     assert made["attention"]["pairs"] == 2 * 2 * 64 * (64 + 2 * 19)  # layers, heads
     assert made["attention"]["density"] == [(64 + 2 * 19) / 64] * 2
