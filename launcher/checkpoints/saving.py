@@ -16,7 +16,6 @@ from deepspeed import DeepSpeedEngine
 
 from longstride.data_pipelines.durable import flush_folder, write_over
 from longstride.data_pipelines.order import StreamState
-from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import (
     DEEPSPEED_TAG,
     checkpoint_folder,
@@ -77,13 +76,6 @@ class Saver:
         self._run = Path(config.train.output)
         self._pending: dict[str, Any] | None = None  # the manifest of the save that is being written, without files
         self.go_on()
-
-    @staticmethod
-    def check_pointer(run: Path) -> None:
-        """Raise ConfigError, before the first step, if no file can replace `latest`."""
-        path = run / file_names.CHECKPOINTS / _LATEST
-        if path.is_dir() and not path.is_symlink():
-            raise ConfigError(f"{path}: is a folder, not a plain file; move it away")
 
     def go_on(self) -> None:
         """Read the run folder again, after the engine has been set to one of its checkpoints."""

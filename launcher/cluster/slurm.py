@@ -50,9 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
         write_new(script, text.encode())
     except FileExistsError:
         raise ConfigError(f"{script}: already exists; submit it, or give another --job-name or --output-dir") from None
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror}; name another folder with --output-dir"
-        raise ConfigError(f"{script}: {rule}") from None
     script.chmod(0o755)
     if arguments.submit:
         return subprocess.run(["sbatch", str(script)], check=False).returncode

@@ -97,12 +97,6 @@ def is_step(line: dict[str, Any]) -> bool:
     return "learning_rate" in line
 
 
-def check_metrics(run: Path) -> None:
-    """Raise OSError unless metrics.jsonl is missing or a regular file."""
-    if os.path.lexists(run / METRICS):
-        open_plain(run / METRICS, follow_links=False).close()
-
-
 def read_lines(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the content of each line in order; an empty dictionary for one that ``parse_line`` rejects.
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import psutil
 
-from longstride.data_pipelines.durable import write_new
 from longstride.data_pipelines.modalities import MODALITIES, modality_named
 from longstride.kernels import ConfigError, nearest
 from longstride.launcher.config import EXPERIMENTS, RunConfig, TrainConfig, load_config, load_content
+from longstride.launcher.files import check_new, write_new
 from longstride.launcher.output import counting
 from longstride.launcher.verbs import SIZES
 
@@ -112,15 +112,10 @@ def _check_options(arguments: argparse.Namespace) -> tuple[Path, str]:
                 f'--like shrinks a preset to {SIZES[0]}; leave --size out, or write {{"extends": "{arguments.like}"}}'
             )
             raise ConfigError(f"--size={arguments.size}: {rule} in a file for the preset in its own size")
-    usual = Path(f"{arguments.name.removesuffix('.json')}.json")
-    output = arguments.output or usual
-    if output.suffix != ".json":
-        suggestion = output.with_suffix(".json") if output.name else usual
-        raise ConfigError(f"--output={output}: must end in .json; such as {suggestion}")
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output={output}: {output.parent} is not a folder; create it first, or name another")
-    if os.path.lexists(output):
+    output = arguments.output or Path(f"{arguments.name.removesuffix('.json')}.json")
+    if output.suffix == ".json" and os.path.lexists(output):
         raise ConfigError(f"{output}: already exists; give another NAME, or another file with --output")
+    check_new(output, "--output", ".json")
     usual_data = load_content(arguments.like)["data"]["path"] if arguments.like else f"data/{arguments.name}"
     location = usual_data if arguments.data is None else arguments.data
     if not location:
@@ -270,10 +265,6 @@ def _write(output: Path, content: dict[str, Any]) -> None:
             text = f"{{\n{keys}\n  }}"
         lines.append(f"  {json.dumps(name)}: {text}")
     schema = output.parent / SCHEMA_FILE
-    try:
-        if not os.path.lexists(schema):
-            write_new(schema, f"{json.dumps(RunConfig.model_json_schema(), indent=1)}\n".encode())
-        write_new(output, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
-    except OSError as error:
-        rule = f"cannot be written: {error.strerror}; name a file in another folder"
-        raise ConfigError(f"--output={output}: {rule}") from None
+    if not os.path.lexists(schema):
+        write_new(schema, f"{json.dumps(RunConfig.model_json_schema(), indent=1)}\n".encode())
+    write_new(output, ("{\n" + ",\n".join(lines) + "\n}\n").encode())

@@ -27,7 +27,6 @@ from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError, Problem
 from longstride.launcher.checkpoints import (
     Checkpoint,
-    Saver,
     error_line,
     first_undamaged,
     list_checkpoints,
@@ -137,8 +136,6 @@ def _read_start(run: RunSetup) -> Start:
     check_output(run.config.train.output, run.resume)
     if run.resume == "never":
         return Start()
-    metrics_file.check_metrics(run.folder)
-    Saver.check_pointer(run.folder)
     if run.resume == "auto":
         checkpoints, refusals = list_checkpoints(run.folder, trusted=run.trusted)
         start = Start(checkpoints, [refusal.line for refusal in refusals])

@@ -16,7 +16,7 @@ from longstride.launcher.checkpoints.checkpoint import list_checkpoints, open_ch
 from longstride.launcher.checkpoints.manifest import find_damage, read_manifest
 from longstride.launcher.checkpoints.saving import set_aside
 from longstride.launcher.output import exit_codes
-from longstride.launcher.output.metrics_file import check_metrics, cut_metrics, find_steps
+from longstride.launcher.output.metrics_file import cut_metrics, find_steps
 from tests.harness.lines import step_line
 from tests.harness.runs import Rank, complete, free_port, metrics, plain_environment, rank_environment, spawn
 
@@ -232,7 +232,7 @@ def test_cut_metrics_keeps_what_it_takes_out(tmp_path: Path) -> None:
 
 def test_metrics_that_are_no_file_are_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
-    for read in (check_metrics, find_steps, lambda run: cut_metrics(run, 1)):
+    for read in (find_steps, lambda run: cut_metrics(run, 1)):
         with pytest.raises(OSError, match="is a pipe, not a plain file"):
             read(tmp_path)
 
