@@ -189,7 +189,7 @@ class Sampler:
                 self._running += taken
             start = time.monotonic()
             if taken and isinstance(taken[0].request, ScoreRequest):
-                groups.append(_Group(taken, score(self._model, taken[0], self.metrics)))
+                groups.append(_Group(taken, score_text(self._model, taken[0], self.metrics)))
             elif taken:
                 steps = sample(self._model, self._device, taken, self.metrics, self._shared)
                 groups.append(_Group(taken, steps))
@@ -224,7 +224,7 @@ class _Group:
     start_time: float = field(default_factory=time.monotonic)
 
 
-def score(model: SparseTransformer, job: Job, metrics: Metrics) -> Iterator[None]:
+def score_text(model: SparseTransformer, job: Job, metrics: Metrics) -> Iterator[None]:
     """Score a text in the pieces of ``nats_by_piece``, and yield after each."""
     assert isinstance(job.request, ScoreRequest)
     text = job.request.content
