@@ -39,9 +39,10 @@ from longstride.launcher.drawing.pattern import (
     view_inches,
 )
 from longstride.launcher.evaluation import evaluate
+from longstride.launcher.files import check_new
 from longstride.launcher.identity import trained_on
 from longstride.launcher.models import TRAINED, Exported, ModelData, is_export, load_model
-from longstride.launcher.pictures import FAINT, plt, styled
+from longstride.launcher.pictures import FAINT, plt, save_picture, styled
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import SparseTransformer
 
@@ -65,6 +66,17 @@ class Subject(NamedTuple):
     tokens: Tensor  # (N,) integers
     data: ModelData  # what they are
     name: str  # in a title
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the verb; return its exit code."""
+    check_new(arguments.output, "--output", ".png")
+    names = ("source", "step", "context_number", "head", "weights", "data", "text")
+    options = {name: getattr(arguments, name) for name in names}
+    figure = draw_attention(**options, queries=arguments.query, trusted=arguments.trust_checkpoint)
+    save_picture(figure, arguments.output)
+    print(arguments.output)
+    return 0
 
 
 @styled()

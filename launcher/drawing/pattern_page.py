@@ -1,4 +1,4 @@
-"""`longstride show pattern CONFIG --html FILE`: a page that shows what every query reads, as one file.
+"""`longstride show pattern CONFIG`: the verb, and the page of --html, which shows what every query reads, as one file.
 
 The page holds no pairs. It has the closed forms by which kernels find the keys of a query (``PatternPart``), a few
 integers per part, and its script evaluates them. Vectors of parts without a closed form are stored as linear pieces.
@@ -8,6 +8,7 @@ Letters: N positions of the context.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import html
@@ -26,6 +27,7 @@ from longstride.launcher.drawing.kinds import KINDS, kind_of, places_of, words_o
 from longstride.launcher.drawing.pattern import (
     check_number,
     default_query,
+    draw_pattern,
     grid_of,
     model_config,
     name_of,
@@ -33,8 +35,32 @@ from longstride.launcher.drawing.pattern import (
     users_of,
     why_unread,
 )
+from longstride.launcher.files import check_new, write_new
+from longstride.launcher.pictures import save_picture
+from longstride.launcher.verbs import TRUST_OPTION
 
 MOST_BYTES = 2 << 20  # of a page
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run `show pattern`; return its exit code."""
+    source, query, text = arguments.source, arguments.query, arguments.text
+    if arguments.output is None and arguments.html is None:
+        raise ConfigError("--output: is missing; such as --output pattern.png, or --html pattern.html for a page")
+    if arguments.trust_checkpoint and text is None:
+        raise ConfigError(f"{TRUST_OPTION}: only --text FILE reads a checkpoint; leave it out")
+    if arguments.html is not None and text is not None:
+        raise ConfigError(f"--text={text}: a page has no text; draw --output FILE.png, and leave out --html")
+    for option, output, suffix in (("--output", arguments.output, ".png"), ("--html", arguments.html, ".html")):
+        if output is not None:
+            check_new(output, option, suffix)
+    if arguments.html is not None:
+        write_new(arguments.html, pattern_page(source, query).encode(), "--html")
+        print(arguments.html)
+    if arguments.output is not None:
+        save_picture(draw_pattern(source, query, text, trusted=arguments.trust_checkpoint), arguments.output)
+        print(arguments.output)
+    return 0
 
 
 def pattern_page(source: Path, query: int | None = None) -> str:

@@ -31,8 +31,8 @@ WAVEFORM_COLUMNS = 1500  # a longer waveform is drawn as the range of each colum
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
-def run_data_show(arguments: argparse.Namespace) -> int:
-    """Run `data show`; return its exit code."""
+def run(arguments: argparse.Namespace) -> int:
+    """Run the verb; return its exit code."""
     from longstride.data_pipelines.shards import DataFolder, sample_documents
     from longstride.launcher.data import check_location
 

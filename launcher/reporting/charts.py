@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from longstride.launcher.drawing import MEAN_SHARE, Event, Series, smoothed
-from longstride.launcher.reporting.records import MOST_EVENTS, PageRun
+from longstride.launcher.reporting.records import MOST_EVENTS, Event, PageRun, Series
 from longstride.launcher.reporting.template import pieces
 
+MEAN_SHARE = 40  # a running mean covers one part in 40 of a run
 COLUMNS = 480  # of pixels, shared by all curves of a chart that have many points
 LEAST_COLUMNS = 60
 _SIDE = 1000
@@ -211,6 +211,14 @@ def number(value: float) -> str:
 def tick_text(value: float) -> str:
     """Format the value of a tick, with a k from the first thousand: an axis has 5k and 10k."""
     return f"{value / 1e3:.6g}k" if 1e3 <= abs(value) < 1e6 else number(value)
+
+
+def smoothed(series: Series, window: int) -> Series:
+    """Return the running mean of each value and up to ``window - 1`` values before it."""
+    total = np.concatenate([[0.0], np.cumsum(series.values)])
+    last = np.arange(1, len(series) + 1)
+    first = np.maximum(0, last - max(1, window))
+    return Series(series.steps, (total[last] - total[first]) / (last - first))
 
 
 def running_mean(series: Series) -> Series:

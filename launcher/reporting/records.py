@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import re
 import shlex
 import tempfile
+from array import array
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -22,11 +24,24 @@ from PIL import Image
 from longstride.data_pipelines.plain_files import JSONError, parse_json, read_plain
 from longstride.kernels import ConfigError
 from longstride.launcher.config import load_config, load_json_object
-from longstride.launcher.drawing import MOST_NAME_CHARACTERS, Event, Metrics, read_metrics
 from longstride.launcher.output import file_names, metrics_file, mistake, say
 from longstride.launcher.verbs import TRUST_OPTION
 
+MEASURES = (  # of a training line, without its loss
+    "learning_rate",
+    "grad_norm",
+    "loss_scale",
+    "tokens_per_second",
+    "seconds",
+    "mfu",
+    "mfu_dense_equivalent",
+    "peak_memory_bytes",
+    "content",
+)
 MOST_EVENTS = 200  # of a run on a page
+_MOST_NAME_CHARACTERS = 100  # of a split
+_MOST_SPLITS = 8
+_LEAST, _MOST = 1e-100, 1e100  # the range of numbers in a chart
 _MOST_FILES = 1000  # read of each kind
 _MOST_RECORD_BYTES = 2**24
 _MOST_SAMPLES = 8  # evenly spread over the run
@@ -35,6 +50,31 @@ _MOST_BITS = 1e100
 _MOST_PIXELS = 1600  # width of a picture
 _SAMPLE = re.compile(r"step-(\d{8,18})\.(txt|png|wav)")
 _INCIDENT = re.compile(r"step-\d{8,18}(-\d+)?\.json")
+
+
+@dataclass
+class Series:
+    """Finite values over ascending steps."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def last(self) -> float:
+        """The newest value."""
+        return float(self.values[-1])
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event at a step of a run."""
+
+    step: int
+    kind: str
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,9 +87,17 @@ class Sample:
 
 
 @dataclass
-class RunHistory(Metrics):
+class RunHistory:
     """All data of a run folder for a report."""
 
+    folder: Path
+    changed: float = 0.0  # time of the newest line, in seconds since 1970
+    unit: str = "bits per byte"
+    train_split: str = "train"
+    train: dict[str, Series] = field(default_factory=dict)  # by measure; the loss as "bits"
+    evaluations: dict[str, Series] = field(default_factory=dict)  # bits by split
+    events: list[Event] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)  # about lines and files that could not be read
     config: dict[str, Any] = field(default_factory=dict)
     starts: list[dict[str, Any]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -85,13 +133,103 @@ class RunHistory(Metrics):
         return value
 
 
+def read_curves(folder: Path) -> RunHistory:
+    """Read the curves and events of a run's metrics.jsonl. Old runs lack some of the measures.
+
+    Raises:
+        ConfigError: there is no run, its metrics.jsonl cannot be read, or it has no line yet.
+    """
+    path, record = folder / file_names.METRICS, RunHistory(folder)
+    if not folder.is_dir():
+        rule = "is a file; name the folder that contains it" if folder.exists() else "no such folder"
+        raise ConfigError(f"{folder}: {rule}; such as runs/demo")
+    try:
+        num_lines = _read_lines(record)
+        if not num_lines and not path.exists():
+            rule = f"holds no run: it has no {file_names.METRICS}; name a folder that `longstride train` wrote"
+            raise ConfigError(f"{folder}: {rule}")
+        record.changed = path.stat().st_mtime
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if not num_lines:
+        raise ConfigError(f"{path}: is empty; wait for the first step")
+    return record
+
+
+def _read_lines(record: RunHistory) -> int:
+    """Fill in the curves and events; return the number of lines."""
+    steps, columns = array("q"), {name: array("d") for name in ("bits", *MEASURES)}
+    evaluations: dict[str, dict[int, float]] = {}
+    num_lines, num_refused, skipped, longest = 0, 0, 0.0, 0.0
+    replaced: list[Event] = []
+    for line in metrics_file.read_lines(record.folder):
+        if not line:
+            num_refused += 1
+            continue
+        num_lines += 1
+        step, split = line["step"], line["split"][:_MOST_NAME_CHARACTERS]
+        record.unit, bits = metrics_file.bits_of(line)
+        if not metrics_file.is_step(line):
+            if len(evaluations) < _MOST_SPLITS or split in evaluations:
+                evaluations.setdefault(split, {})[step] = _number(bits)
+            continue
+        record.train_split = split
+        steps.append(step)
+        columns["bits"].append(_number(bits))
+        line["content"] = metrics_file.content_of(line)
+        for name in MEASURES:
+            columns[name].append(_number(line.get(name)))
+        if (context := _number(line.get("context"))) > longest:
+            if longest:
+                record.events.append(Event(step, "stage", f"contexts of {context:,.0f} from this step on"))
+            longest = context
+        count = _number(line.get("skipped_steps"))
+        if count > skipped and "guard" not in line:
+            text = "gradients overflowed; the step was dropped and the loss scale halved"
+            if count - skipped > 1:
+                text = f"{int(count - skipped)} steps since the line before"
+            record.events.append(Event(step, "skipped", text))
+        skipped = count if math.isfinite(count) else skipped
+        if "guard" in line:
+            record.events.append(Event(step, "guard", str(line["guard"])))
+        if isinstance(texts := line.get("substitutions"), list) and texts:
+            others = f", and {len(texts) - 1} more" if len(texts) > 1 else ""
+            replaced.append(Event(step, "data", f"damaged data was replaced: {texts[0]}{others}"))
+    record.events += replaced
+    if num_refused:
+        record.notices.append(f"{file_names.METRICS}: lines without a measurement were left out: {num_refused:,}")
+    order = np.argsort(np.asarray(steps), kind="stable")
+    for name, column in columns.items():
+        values = np.asarray(column)[order]
+        if (finite := np.isfinite(values)).any():
+            record.train[name] = Series(np.asarray(steps)[order][finite], values[finite])
+    for split, by_step in evaluations.items():
+        pairs = sorted((step, bits) for step, bits in by_step.items() if math.isfinite(bits))
+        if pairs:
+            record.evaluations[split] = Series(*(np.asarray(column) for column in zip(*pairs, strict=True)))
+    return num_lines
+
+
+def _number(value: object) -> float:
+    """Return a number as a float; NaN for anything else, and for numbers outside of the range."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    if not _LEAST < abs(number) < _MOST:
+        return 0.0 if abs(number) <= _LEAST else math.nan
+    return number
+
+
 def read_run(folder: Path) -> RunHistory:
     """Read a run folder.
 
     Raises:
         ConfigError: there is no run, or it has no line yet.
     """
-    record = RunHistory(**vars(read_metrics(folder)))
+    record = read_curves(folder)
     try:
         record.config = load_json_object(folder / file_names.CONFIG)
     except ConfigError as error:
@@ -120,12 +258,12 @@ def read_positions(path: Path, *, follow_links: bool = True) -> dict[str, Any] |
             0 <= first < end <= 2**31 and 0 < count < 2**62 and abs(bits) < _MOST_BITS
             for first, end, count, bits in bins
         )
-        step, split = int(content["step"]), str(content["split"])[:MOST_NAME_CHARACTERS]
+        step, split = int(content["step"]), str(content["split"])[:_MOST_NAME_CHARACTERS]
     except (OSError, JSONError, KeyError, TypeError, ValueError, OverflowError, StopIteration):
         return None
     if not bins or not are_good:
         return None
-    run = Path(str(content.get("run", path))).name[:MOST_NAME_CHARACTERS]
+    run = Path(str(content.get("run", path))).name[:_MOST_NAME_CHARACTERS]
     return {"run": run, "step": step, "split": split, "unit": name.replace("_", " "), "bins": bins}
 
 

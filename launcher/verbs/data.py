@@ -107,7 +107,7 @@ def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
 @verb(
     "data show",
     "a few samples of a data folder",
-    "drawing.run_data_show",
+    "drawing.samples.run",
     "longstride data show data/mine",
     "longstride data show data/photos --split validation --count 25 --output photos.png",
 )

@@ -69,7 +69,7 @@ def add_probe_arguments(parser: argparse.ArgumentParser) -> None:
 @verb(
     "show pattern",
     "draw which positions read which",
-    "drawing.run_pattern",
+    "drawing.pattern_page.run",
     "longstride show pattern mine.json --output pattern.png",
     "longstride show pattern enwik8_fixed --query 5000 --html pattern.html",
 )
@@ -90,7 +90,7 @@ def add_pattern_arguments(parser: argparse.ArgumentParser) -> None:
 @verb(
     "show attention",
     "draw what a model reads",
-    "drawing.run_attention",
+    "drawing.attention.run",
     "longstride show attention runs/mine --output a.png",
     "longstride show attention model --text my.txt --query 100 200 --output attention.png",
 )
@@ -115,7 +115,7 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
 @verb(
     "show loss",
     "draw a run's loss over its steps",
-    "drawing.run_loss",
+    "reporting.loss.run",
     "longstride show loss runs/mine --output loss.png",
     "longstride show loss runs/mine --output ~/pictures/mine.png",
 )

@@ -17,10 +17,10 @@ from longstride.launcher.checkpoints.checkpoint import checkpoint_folder
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.checkpoints.saving import point_to, rewind_to, set_aside
 from longstride.launcher.cluster.start import is_done, read_progress
-from longstride.launcher.drawing.show import draw_loss
 from longstride.launcher.identity import trained_on
 from longstride.launcher.output import metrics_file
 from longstride.launcher.ranks.processes import Ranks, check_unlocked, run_lock
+from longstride.launcher.reporting.loss import draw_loss
 from longstride.launcher.reporting.records import (
     RunHistory,
     _read_incidents,

@@ -16,7 +16,6 @@ from longstride.data_pipelines.modalities import MODALITIES
 from longstride.launcher.checkpoints.manifest import collect_scores, rank_scores
 from longstride.launcher.cluster.start import read_progress
 from longstride.launcher.config import load_config
-from longstride.launcher.drawing.show import draw_loss
 from longstride.launcher.exports.for_hubs import model_card
 from longstride.launcher.models import ModelData
 from longstride.launcher.output.metrics_file import (
@@ -30,6 +29,7 @@ from longstride.launcher.output.metrics_file import (
 from longstride.launcher.planning.costs import step_flops, work
 from longstride.launcher.planning.pace import rate_of
 from longstride.launcher.ranks import Ranks
+from longstride.launcher.reporting.loss import draw_loss
 from longstride.launcher.reporting.records import read_run
 from longstride.launcher.training.guards import Plateau
 from longstride.launcher.training.loop import lacks_evaluation, summary

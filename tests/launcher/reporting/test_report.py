@@ -13,11 +13,10 @@ import pytest
 
 from longstride.launcher import cli
 from longstride.launcher.config import load_config
-from longstride.launcher.drawing import Series
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.reporting.charts import Scale, number, thin, tick_text, value_range
 from longstride.launcher.reporting.page import compose, labels
-from longstride.launcher.reporting.records import Answer, Answers, RunHistory, Sample, plan_of, read_run
+from longstride.launcher.reporting.records import Answer, Answers, RunHistory, Sample, Series, plan_of, read_run
 from longstride.launcher.reporting.template import MOST_PAGE_BYTES
 from tests.harness.lines import evaluation_line, step_line, write_metrics
 from tests.harness.runs import ROOT, files_under

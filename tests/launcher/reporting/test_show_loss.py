@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from longstride.kernels import ConfigError
-from longstride.launcher.drawing.show import Series, draw_loss, smoothed
+from longstride.launcher.reporting.charts import smoothed
+from longstride.launcher.reporting.loss import draw_loss
+from longstride.launcher.reporting.records import Series
 from tests.harness.lines import evaluation_line, step_line, write_metrics
 from tests.harness.runs import ROOT
 
