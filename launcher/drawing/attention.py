@@ -24,7 +24,7 @@ from torch import Tensor
 
 from longstride.data_pipelines.palette import Palette
 from longstride.kernels import ConfigError
-from longstride.launcher.checkpoints import open_checkpoint
+from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.drawing.kinds import words_of
 from longstride.launcher.drawing.pattern import (
     VIEW_COLUMNS,
@@ -35,7 +35,6 @@ from longstride.launcher.drawing.pattern import (
     grid_of,
     label_cells,
     read_text,
-    trained_model,
     view_inches,
 )
 from longstride.launcher.evaluation import evaluate
@@ -162,7 +161,9 @@ def _open_text(source: Path, step: Step, weights: str, text: Path, trusted: bool
         model = load_model(source, dtype=torch.float32, trust_code=trusted)
     else:
         checkpoint = open_checkpoint(source, step, trusted=trusted)
-        read, model = trained_on(checkpoint), trained_model(checkpoint, weights)
+        config = checkpoint.config.model.model_copy(update={"backend": "auto"})
+        model = evaluate.model_of(config, master_weights(checkpoint, weights), "fp32", torch.device("cpu"))
+        read = trained_on(checkpoint)
         name += f", step {checkpoint.manifest.step}"
     if read.modality.name != "text":
         raise ConfigError(f"--text={text}: the model reads {read.modality.words}; give --data DIR")

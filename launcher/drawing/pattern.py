@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,13 +27,9 @@ from longstride.kernels import ConfigError, num_pairs
 from longstride.kernels.patterns import Dense, Pattern, declares_causal
 from longstride.launcher.config import find_config, load_content
 from longstride.launcher.drawing.kinds import KINDS, kind_of, places_of, words_of
-from longstride.launcher.models import TRAINED
 from longstride.launcher.output import file_names
 from longstride.launcher.pictures import plt, styled
 from longstride.sparse_model import ImageEmbedding, ModelConfig, SparseTransformer
-
-if TYPE_CHECKING:
-    from longstride.launcher.checkpoints import Checkpoint
 
 SHOWN_PATTERNS = 8
 COLUMNS = 4  # of panels
@@ -93,15 +89,8 @@ def draw_pattern(source: Path, query: int | None = None, text: Path | None = Non
         ConfigError: the configuration cannot be read, has no valid model, or has no such position; its heads choose by
             content, and there is no text; or the text does not fit.
     """
-    config, model = model_config(source), None
-    if text is not None and source.is_dir():
-        from longstride.launcher.checkpoints import open_checkpoint  # imports DeepSpeed
-
-        model = trained_model(open_checkpoint(source, None, trusted=trusted))
-    elif text is not None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = SparseTransformer(config.model_copy(update={"backend": "auto"})).eval()
+    config = model_config(source)
+    model = None if text is None else model_of(source, config, trusted)
     if query is not None:
         check_number("--query", query, config.context, "a position")
     patterns, chosen = users_of(config)
@@ -215,14 +204,16 @@ def model_config(source: Path) -> ModelConfig:
         raise error.under("model") from None
 
 
-def trained_model(checkpoint: Checkpoint, weights: str = TRAINED) -> SparseTransformer:
-    """Return the model of a checkpoint on the CPU, whatever trained it."""
-    from longstride.launcher.checkpoints import master_weights
+def model_of(source: Path, config: ModelConfig, trusted: bool) -> SparseTransformer:
+    """Return the model with the weights of a run's last checkpoint, or with initial ones."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = SparseTransformer(config.model_copy(update={"backend": "auto"})).eval()
+    if source.is_dir():
+        from longstride.launcher.checkpoints import master_weights, open_checkpoint  # imports DeepSpeed
 
-    state = master_weights(checkpoint, weights)
-    model = SparseTransformer(checkpoint.config.model.model_copy(update={"backend": "auto"}))
-    model.load_state_dict(state)
-    return model.eval()
+        model.load_state_dict(master_weights(open_checkpoint(source, None, trusted=trusted)))
+    return model
 
 
 def _choices(model: SparseTransformer, text: Path) -> list[tuple[ContentChoice, list[tuple[int, int]]]]:
