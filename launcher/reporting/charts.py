@@ -287,7 +287,7 @@ def positions(runs: Sequence[PageRun], scored: list[dict[str, Any]]) -> str:
     named: list[tuple[str, int, dict[str, Any]]] = []
     missing = []
     for run in runs:
-        record, answer = run.record, run.answers.positions
+        record, answer = run.record, run.answers.get("positions")
         losses = [*record.positions, *([answer.content] if answer and answer.content else [])]
         named += [(run.name, run.colour, loss) for loss in losses]
         if not losses and answer is not None:

@@ -23,7 +23,6 @@ from longstride.launcher.reporting.charts import curves, number, positions, runn
 from longstride.launcher.reporting.records import (
     MOST_EVENTS,
     Answer,
-    Answers,
     PageRun,
     RunHistory,
     ask_all,
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             rule = "must be a JSON file that `longstride evaluate RUN --positions FILE.png` wrote next to its picture"
             raise ConfigError(f"--positions={path}: {rule}")
         scored.append(losses)
-    answers = [Answers() for _ in records]
+    answers: list[dict[str, Answer]] = [{} for _ in records]
     if not arguments.quick:
         by_position, trusted = arguments.by_position, arguments.trust_checkpoint
         answers = [ask_all(record, by_position=by_position, trusted=trusted) for record in records]
@@ -85,7 +84,7 @@ def read_runs(folders: list[Path]) -> list[RunHistory]:
     return records
 
 
-def compose(records: Sequence[RunHistory], scored: list[dict[str, Any]], answers: Sequence[Answers]) -> str:
+def compose(records: Sequence[RunHistory], scored: list[dict[str, Any]], answers: Sequence[dict[str, Answer]]) -> str:
     """Return the page, of at most ``MOST_PAGE_BYTES``. ``scored``: losses by position from the files of --positions."""
     runs = [PageRun(*fields) for fields in zip(labels(records), range(len(records)), records, answers, strict=True)]
     style, script = (Markup((Path(__file__).parent / name).read_text()) for name in ("report.css", "report.js"))
@@ -205,7 +204,7 @@ def _json(value: Any) -> str:
 
 def _plan(run: PageRun) -> dict[str, Any]:
     """Return the planned figures of a run next to the measured ones, and why there is no plan."""
-    answer = run.answers.plan or Answer("", None, "left out by --quick")
+    answer = run.answers.get("plan", Answer("", None, "left out by --quick"))
     plan = answer.content if isinstance(answer.content, dict) else {}
     head = f"planned on {plan['device']}, {counting.processes(processes_of(run.record))}" if plan else "planned"
     return {"answer": answer, "head": head, "rows": _plan_rows(run.record, plan)}

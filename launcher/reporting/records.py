@@ -329,16 +329,6 @@ class Answer:
     why_not: str = ""
 
 
-@dataclass
-class Answers:
-    """The results of verbs for a run; None for verbs that were not called."""
-
-    plan: Answer | None = None
-    pattern: Answer | None = None
-    attention: Answer | None = None
-    positions: Answer | None = None
-
-
 @dataclass(frozen=True)
 class PageRun:
     """A run on the page: its name and colour, its data, and the results of verbs."""
@@ -346,26 +336,26 @@ class PageRun:
     name: str
     colour: int
     record: RunHistory
-    answers: Answers
+    answers: dict[str, Answer]  # of the verbs that were called: plan, pattern, attention, positions
 
 
-def ask_all(record: RunHistory, *, by_position: bool, trusted: bool) -> Answers:
+def ask_all(record: RunHistory, *, by_position: bool, trusted: bool) -> dict[str, Answer]:
     """Call the verbs one after the other."""
     folder, config = record.folder, record.folder / file_names.CONFIG
     trust = [TRUST_OPTION] if trusted else []
     device = ["--device", kind] if (kind := _device_of(record)) else []
-    plan = ["plan", config, "--processes", processes_of(record), *device, "--json"]
     pattern = ["show", "pattern", config, "--output", "pattern.png"]
     attention = ["show", "attention", folder, "--output", "attention.png", *trust]
-    positions = ["evaluate", folder, "--positions", "positions.png", *trust]
-    names = ("plan", "pattern", "attention", *(("positions",) if by_position else ()))
-    say(f"{folder}: asking for {', '.join(names)}")
-    return Answers(
-        _ask(plan, lambda: plan_of(record)),
-        _ask(pattern, lambda: _draw("pattern", config)),
-        _ask(attention, lambda: _draw("attention", folder, trusted)),
-        _ask(positions, lambda: _positions_of(folder, trusted)) if by_position else None,
-    )
+    calls: dict[str, tuple[list[Any], Callable[[], Any]]] = {
+        "plan": (["plan", config, "--processes", processes_of(record), *device, "--json"], lambda: plan_of(record)),
+        "pattern": (pattern, lambda: _draw("pattern", config)),
+        "attention": (attention, lambda: _draw("attention", folder, trusted)),
+    }
+    if by_position:
+        words = ["evaluate", folder, "--positions", "positions.png", *trust]
+        calls["positions"] = words, lambda: _positions_of(folder, trusted)
+    say(f"{folder}: asking for {', '.join(calls)}")
+    return {name: _ask(*call) for name, call in calls.items()}
 
 
 def _ask(words: list[Any], work: Callable[[], Any]) -> Answer:

@@ -16,7 +16,7 @@ from longstride.launcher.config import load_config
 from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.reporting.charts import Scale, number, thin, tick_text, value_range
 from longstride.launcher.reporting.page import compose, labels
-from longstride.launcher.reporting.records import Answer, Answers, RunHistory, Sample, Series, plan_of, read_run
+from longstride.launcher.reporting.records import Answer, RunHistory, Sample, Series, plan_of, read_run
 from longstride.launcher.reporting.template import MOST_PAGE_BYTES
 from tests.harness.lines import evaluation_line, step_line, write_metrics
 from tests.harness.runs import ROOT, files_under
@@ -156,7 +156,7 @@ def test_plan_is_made_for_the_device_of_the_run(kind: str, device: str, tmp_path
     plan = plan_of(read_run(run))
     assert plan["device"] == device
     assert {row["processes"] for row in plan["memory"]} == {1}
-    page = Page(compose([read_run(run)], [], [Answers(plan=Answer("longstride plan", plan))]))
+    page = Page(compose([read_run(run)], [], [{"plan": Answer("longstride plan", plan)}]))
     assert f"planned on {device}, 1 process" in page.text
 
 
@@ -242,7 +242,7 @@ def test_large_runs_stay_within_two_megabytes(tmp_path: Path) -> None:
         run.config = {"notes": "&" * 100_000, "keys": {f"&{key}": "&" * 500 for key in range(2000)}}
         runs.append(run)
         pattern, attention = Answer("show", generator.bytes(300_000)), Answer("show", None, "torn")
-        answers.append(Answers(pattern=pattern, attention=attention))
+        answers.append({"pattern": pattern, "attention": attention})
     text = compose(runs, [], answers)
     assert len(text.encode()) <= MOST_PAGE_BYTES
     page = Page(text)
