@@ -381,9 +381,8 @@ def _files_of(
     try:
         is_file, is_folder = root.is_file(), root.is_dir()
     except OSError as error:
-        raise DataError(
-            f"{root}: cannot be accessed ({error.strerror}); allow access to the folders above it"
-        ) from error
+        rule = f"cannot be accessed ({error.strerror}); allow access to the folders above it"
+        raise DataError(f"{root}: {rule}") from error
     if is_file:
         names = [os.fsencode(root.name)]
         return str(root.parent), names, set(names) if root.is_symlink() else set()

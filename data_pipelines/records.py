@@ -108,9 +108,8 @@ def _measure_lines(
 ) -> Iterator[tuple[int, int, int, int | None]]:
     """Yield (number, start, length, content bytes) of each line that is not blank."""
     if kind is not None and kind.begin is None:
-        raise DataError(
-            f"{path}: is {kind.name}; --field reads only JSON Lines and Parquet; leave it out, or unpack the file"
-        )
+        rule = f"is {kind.name}; --field reads only JSON Lines and Parquet; leave it out, or unpack the file"
+        raise DataError(f"{path}: {rule}")
     blocks: Iterator[bytes] = blocks_of(file)
     if kind is not None:
         blocks = decompress(path, blocks, kind)

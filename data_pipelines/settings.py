@@ -39,9 +39,8 @@ class RemoteSettings:
         for name in ("timeout_seconds", "least_bytes_per_second", "window_seconds"):
             value, good = getattr(self, name), defaults[name]
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MOST_SECONDS:
-                raise DataError(
-                    f"{name}={value!r}: must be a positive number of at most {MOST_SECONDS}, such as {good:g}"
-                )
+                rule = f"must be a positive number of at most {MOST_SECONDS}, such as {good:g}"
+                raise DataError(f"{name}={value!r}: {rule}")
 
     @property
     def cache_folder(self) -> Path:

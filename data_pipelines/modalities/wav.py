@@ -95,9 +95,8 @@ def read_format(path: Path, file: BinaryIO) -> WavFormat | None:
         raise DataError(f"{path}: is a broken WAV file ({form}); {_CONVERT}")
     offset, size = chunks[b"data"]
     if size % frame_bytes:  # of an encoded block, for a decoder
-        raise DataError(
-            f"{path}: {size} bytes of sound are not a multiple of the frame size, {frame_bytes}; {_CONVERT}"
-        )
+        rule = f"{size} bytes of sound are not a multiple of the frame size, {frame_bytes}; {_CONVERT}"
+        raise DataError(f"{path}: {rule}")
     if tag not in (PCM, MULAW):
         return None
     return WavFormat(tag, channels, rate, frame_bytes // channels, offset, size // frame_bytes)

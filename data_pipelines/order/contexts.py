@@ -57,9 +57,8 @@ def settle_cut(
         raise DataError(f"context={context}: must be at least 1")
     if modality.packing if cut.packing is None else cut.packing:
         if palette is not None:
-            raise DataError(
-                "packing=true: pictures of a palette are not packed, each fills one context; set packing=false"
-            )
+            rule = "pictures of a palette are not packed, each fills one context; set packing=false"
+            raise DataError(f"packing=true: {rule}")
         if cut.labelled:
             raise DataError("packing=true: joins documents, and a context has the class of one; set packing=false")
         if cut.hop is not None:

@@ -141,10 +141,8 @@ def _windows(split: Split, context: int, cut: Cut, min_context: int) -> Contexts
     """
     if not 0 <= min_context < max(context, 1):
         nearest = min(max(min_context, 0), context - 1)
-        raise DataError(
-            f"min_context={min_context}: must be from 0 to {context - 1}, less than the model's context; "
-            f"nearest {nearest}"
-        )
+        rule = f"must be from 0 to {context - 1}, less than the model's context; nearest {nearest}"
+        raise DataError(f"min_context={min_context}: {rule}")
     if min_context and split.modality.document_bytes(split.manifest.properties) is not None:
         rule = f"must be 0, because every {split.modality.name} of this set fills one context, with nothing before it"
         raise DataError(f"min_context={min_context}: {rule}")

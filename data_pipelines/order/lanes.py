@@ -89,10 +89,8 @@ class Lanes:
             if getattr(self, name) < 1:
                 raise DataError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.total_units < self.context_units:
-            raise DataError(
-                f"context={self.context_units}: is longer than the split of {self.total_units} bytes; "
-                "add data or shorten the context"
-            )
+            rule = f"is longer than the split of {self.total_units} bytes; add data or shorten the context"
+            raise DataError(f"context={self.context_units}: {rule}")
 
     @property
     def num_contexts(self) -> int:
@@ -136,10 +134,8 @@ class Lanes:
             if world_size >= 1:
                 below = self.global_batch // world_size * world_size
                 nearest = ", ".join(str(multiple) for multiple in (below, below + world_size) if multiple)
-            raise DataError(
-                f"global_batch={self.global_batch}: must be a multiple of the world size {world_size}; "
-                f"nearest {nearest}"
-            )
+            rule = f"must be a multiple of the world size {world_size}; nearest {nearest}"
+            raise DataError(f"global_batch={self.global_batch}: {rule}")
         if not 0 <= rank < world_size:
             raise DataError(f"rank={rank}: must be from 0 to {world_size - 1}, less than the world size {world_size}")
         share = self.global_batch // world_size

@@ -260,9 +260,8 @@ class _Reader:
                 rows += content_rows
         lacking = [key for key, complete in keys.items() if not complete]
         if lacking and self.complete:
-            raise DataError(
-                f"{tar}: sample {shown(lacking[0])} has no member .{extension}; add it, or leave out --complete"
-            )
+            rule = f"sample {shown(lacking[0])} has no member .{extension}; add it, or leave out --complete"
+            raise DataError(f"{tar}: {rule}")
         if self.has_labels:
             missing = next((key for key in documents if key not in classes), None)
             if missing is not None:

@@ -126,10 +126,8 @@ class DataFolder:
     def split(self, name: str) -> "Split":
         """Return the split of a name. Raises DataError if there is none."""
         if name not in self.manifest.splits:
-            raise DataError(
-                f"{self.store.path_for_messages(DataManifest.FILE_NAME)}: has no split {name!r}; "
-                f"it has {', '.join(self.manifest.splits)}"
-            )
+            rule = f"has no split {name!r}; it has {', '.join(self.manifest.splits)}"
+            raise DataError(f"{self.store.path_for_messages(DataManifest.FILE_NAME)}: {rule}")
         if name not in self._splits:
             self._splits[name] = Split(self, name)
         return self._splits[name]

@@ -55,9 +55,8 @@ class TarStream:
                 raise
             except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
                 reason = " ".join(str(error).split())
-                raise DataError(
-                    f"{self._name}: has an invalid tar header after {last}, at byte {start} ({reason}); {_REPAIR}"
-                ) from error
+                rule = f"has an invalid tar header after {last}, at byte {start} ({reason}); {_REPAIR}"
+                raise DataError(f"{self._name}: {rule}") from error
             headers = archive.pax_headers
             if (
                 not 0 <= member.size < 2**62
@@ -72,14 +71,11 @@ class TarStream:
         begin = self.offset
         for block in self._take(2**62):
             if self.offset - begin > _MOST_END_BYTES:
-                raise DataError(
-                    f"{self._name}: continues after {last} with more than {_MOST_END_BYTES:,} zeros; {_REPAIR}"
-                )
+                rule = f"continues after {last} with more than {_MOST_END_BYTES:,} zeros; {_REPAIR}"
+                raise DataError(f"{self._name}: {rule}")
             if bytes(block).strip(b"\0"):
-                raise DataError(
-                    f"{self._name}: continues after {last} without a member header (damage, or concatenated "
-                    f"tars); {_REPAIR}"
-                )
+                rule = f"continues after {last} without a member header (damage, or concatenated tars); {_REPAIR}"
+                raise DataError(f"{self._name}: {rule}")
 
     def read(self, size: int) -> bytes:
         """Read the next bytes of a header, fewer at the end."""

@@ -152,10 +152,8 @@ def deal_tars(tars: list[FoundTar], splits: Sequence[str], fraction: float | Non
     if fraction is None:
         fraction = 0.0 if splits else 0.05
     elif fraction and "validation" in by_name:
-        raise DataError(
-            f"validation_fraction={fraction}: {by_name['validation'][0].source} is in that split already; leave the "
-            "fraction out"
-        )
+        rule = f"{by_name['validation'][0].source} is in that split already; leave the fraction out"
+        raise DataError(f"validation_fraction={fraction}: {rule}")
     if fraction and "validation" not in by_name and "train" in by_name:
         train = by_name["train"]
         if len(train) == 1:

@@ -66,9 +66,8 @@ class Cache:
         is larger than the cache.
         """
         if file.size > self._limit:
-            raise DataError(
-                f"cache_bytes={self._limit}: {file.name} alone has {file.size} bytes; set at least {file.size}"
-            )
+            rule = f"{file.name} alone has {file.size} bytes; set at least {file.size}"
+            raise DataError(f"cache_bytes={self._limit}: {rule}")
         path = self._partial_path(file)
         pause = _POLL_SECONDS
         while not stop.is_set():

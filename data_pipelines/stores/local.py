@@ -111,9 +111,8 @@ class LocalStore(Store):
                 return read_plain(self.folder / name, MOST_JSON_BYTES)
             except FileNotFoundError:
                 what = "lacks" if any(self.folder.iterdir()) else "the folder is empty: it lacks"
-                raise DataError(
-                    f"{self.folder}: {what} {name}, so it is not a data folder; build one with `longstride data build`"
-                ) from None
+                rule = f"{what} {name}, so it is not a data folder; build one with `longstride data build`"
+                raise DataError(f"{self.folder}: {rule}") from None
 
     def find(self, *endings: str) -> tuple[Mapping[str, int | None], int]:
         sizes: dict[str, int | None] = {}

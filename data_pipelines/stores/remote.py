@@ -84,10 +84,8 @@ class RemoteStore(Store):
         """Name the data set's folder in the cache by the first 16 digits of its fingerprint."""
         assert _FINGERPRINT.fullmatch(fingerprint), fingerprint
         if room_for > self.settings.cache_bytes:
-            raise DataError(
-                f"cache_bytes={self.settings.cache_bytes}: {room_for} bytes of {self.location} are needed "
-                f"at the same time; set at least {room_for}"
-            )
+            rule = f"{room_for} bytes of {self.location} are needed at the same time; set at least {room_for}"
+            raise DataError(f"cache_bytes={self.settings.cache_bytes}: {rule}")
         Cache(self.settings, fingerprint)  # raises now, not at the first fetch, if the folder cannot be used
         assert self._fingerprint in (None, fingerprint)
         self._fingerprint, self._room_for = fingerprint, room_for

@@ -121,9 +121,8 @@ class FolderUrl:
         """Raise DataError, saying what to install, for a protocol that cannot be read here."""
         protocol = self.protocol
         if "::" in self.url:
-            raise DataError(
-                f"{self.shown}: chained protocols (::) are not supported; name the folder that holds the files"
-            )
+            rule = "chained protocols (::) are not supported; name the folder that holds the files"
+            raise DataError(f"{self.shown}: {rule}")
         try:
             filesystem = fsspec.get_filesystem_class(protocol)
         except ImportError as error:
@@ -137,9 +136,8 @@ class FolderUrl:
         try:
             inspect.signature(filesystem.__init__).bind(None)
         except TypeError as error:  # such as ftp://, whose object would fail in its __del__ too
-            raise DataError(
-                f"{self.shown}: fsspec needs more than a URL to read {protocol}:// ({error}); {GOOD}"
-            ) from error
+            rule = f"fsspec needs more than a URL to read {protocol}:// ({error}); {GOOD}"
+            raise DataError(f"{self.shown}: {rule}") from error
 
     def _without_secrets(self, text: str) -> str:
         user = self._user[:-1]
