@@ -378,11 +378,8 @@ def _files_of(
     root: Path, suffixes: tuple[str, ...], exclude: tuple[str, ...], left_out: LeftOut
 ) -> tuple[str, list[bytes], set[bytes]]:
     """Return the folder of an input, the sorted paths of its files under that folder, and those that are links."""
-    try:
+    with as_data_error(root, "cannot be accessed", "allow access to the folders above it"):
         is_file, is_folder = root.is_file(), root.is_dir()
-    except OSError as error:
-        rule = f"cannot be accessed ({error.strerror}); allow access to the folders above it"
-        raise DataError(f"{root}: {rule}") from error
     if is_file:
         names = [os.fsencode(root.name)]
         return str(root.parent), names, set(names) if root.is_symlink() else set()
