@@ -175,15 +175,7 @@ class Contexts(ABC):
 class PackedContexts(Contexts):
     """Contexts of concatenated documents, one every ``hop`` bytes; a unit is a byte."""
 
-    def __init__(
-        self,
-        split: Split,
-        context: int,
-        separator: int | None,
-        hop: int,
-        *,
-        is_apart: bool = False,
-    ) -> None:
+    def __init__(self, split: Split, context: int, separator: int | None, hop: int, *, is_apart: bool = False) -> None:
         self._separator, self._hop = separator, hop
         self.is_apart, self.has_separators = is_apart, separator is not None
         units = [shard.content_bytes + self.has_separators * shard.documents for shard in split.shards]

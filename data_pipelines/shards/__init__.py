@@ -4,13 +4,7 @@
 """
 
 from longstride.data_pipelines.shards.indexing import index_tars
-from longstride.data_pipelines.shards.manifest import (
-    MOST_SAMPLES,
-    DataManifest,
-    ShardRecord,
-    SplitRecord,
-    load_palette,
-)
+from longstride.data_pipelines.shards.manifest import MOST_SAMPLES, DataManifest, ShardRecord, SplitRecord, load_palette
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
 from longstride.data_pipelines.shards.tar_stream import TarStream
 from longstride.data_pipelines.shards.verify import Progress, Sample, check_split, sample_documents, verify

@@ -25,13 +25,7 @@ import numpy as np
 from longstride.data_pipelines.durable import complete_folder, durable_file, flush_folder, make_folders, working_folder
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.formats import HEAD_BYTES, decompress, file_format
-from longstride.data_pipelines.labels import (
-    LABEL_EXTENSION,
-    LABELS_NAME,
-    MOST_TEXT_BYTES,
-    labels_to_bytes,
-    parse_label,
-)
+from longstride.data_pipelines.labels import LABEL_EXTENSION, LABELS_NAME, MOST_TEXT_BYTES, labels_to_bytes, parse_label
 from longstride.data_pipelines.modalities import Modality, Properties, modality_named
 from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards.manifest import MOST_SAMPLES, DataManifest, IndexRow, ShardRecord, SplitRecord

@@ -252,22 +252,19 @@ class Split:
             DataError: the folder has no classes, or a shard is damaged.
         """
         labels, reader = iter(self.labels.tolist()), SampleReader(self)
-        begun = np.empty(0, dtype=np.uint8)  # of a document that continues in the next shard
+        document = np.empty(0, dtype=np.uint8)  # one that continues in the next shard
         for number in range(len(self.shards)):
             reader.expect(number + 1 if number + 1 < len(self.shards) else None)
-            edges, ends = self.open(number).document_edges.tolist(), self.open(number).index["ends"]
-            for place, (start, stop) in enumerate(pairwise(edges), 1):
-                size = stop - start
-                if most_bytes is not None:
-                    size = min(size, most_bytes - len(begun))
+            shard = self.open(number)
+            edges = shard.document_edges.tolist()
+            for start, stop in pairwise(edges):
+                size = stop - start if most_bytes is None else min(stop - start, most_bytes - len(document))
                 content = np.empty(size, dtype=np.uint8)
                 reader.fill(number, start, content)
-                content = np.concatenate([begun, content]) if len(begun) else content
-                if place == len(edges) - 1 and not ends[-1]:
-                    begun = content
-                else:
-                    begun = begun[:0]
-                    yield content, next(labels)
+                document = np.concatenate([document, content])
+                if stop < edges[-1] or shard.index["ends"][-1]:
+                    yield document, next(labels)
+                    document = document[:0]
 
     def path(self, number: int) -> str:
         """Return the path of a shard for messages."""
