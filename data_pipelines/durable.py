@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -25,24 +25,24 @@ def durable_file(target: Path, aside: Path) -> Iterator[BinaryIO]:
     Until then it is in the folder ``aside``, on the same file system. Raises DataError if it cannot be written.
     """
     # A random name: a process of a killed build may still write when the next build has begun.
-    temporary = aside / f"{target.name}.{secrets.token_hex(4)}"
-    try:
-        with as_data_error(target, None):
-            with _flushed_file(temporary) as file:
-                yield file
-            temporary.rename(target)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    partial = aside / f"{target.name}.{secrets.token_hex(4)}"
+    with as_data_error(target, None), _partial_file(target, partial, lambda: partial.rename(target)) as file:
+        yield file
 
 
 @contextmanager
-def _flushed_file(path: Path) -> Iterator[BinaryIO]:
-    with path.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+def _partial_file(path: Path, partial: Path, finish: Callable[[], object]) -> Iterator[BinaryIO]:
+    """Open ``partial``; flush it and ``finish`` unless the block fails. It is then removed. Errors name ``path``."""
+    try:
+        with naming(path, partial):
+            with partial.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            finish()
+    finally:
+        with suppress(OSError):
+            partial.unlink()
 
 
 @contextmanager
@@ -143,7 +143,9 @@ def write_new(path: Path, content: bytes) -> None:
     A process that is killed may leave a hidden file ``.….partial`` next to it. Raises OSError: FileExistsError if the
     name is taken.
     """
-    with _partial_file(path, path.with_name(f".{secrets.token_hex(8)}.partial"), content) as partial:
+    partial = path.with_name(f".{secrets.token_hex(8)}.partial")
+
+    def finish() -> None:
         try:
             os.link(partial, path)  # unlike a rename, it fails where a file is
         except OSError:  # the name is taken, or the file system has no hard links
@@ -152,26 +154,16 @@ def write_new(path: Path, content: bytes) -> None:
             partial.rename(path)
         flush_folder(path.parent)
 
+    with _partial_file(path, partial, finish) as file:
+        file.write(content)
+
 
 def write_over(path: Path, content: bytes) -> None:
     """Replace a file, which always holds either the old content or the new. Raises OSError on failure."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
-    with _partial_file(path, partial, content):  # never into the target of a link
-        partial.replace(path)
-
-
-@contextmanager
-def _partial_file(path: Path, partial: Path, content: bytes) -> Iterator[Path]:
-    """Write and flush ``partial``, which is removed with the block. Errors name ``path``."""
-    try:
-        with naming(path, partial):
-            with _flushed_file(partial) as file:
-                file.write(content)
-            yield partial
-    finally:
-        with suppress(OSError):
-            partial.unlink()
+    with _partial_file(path, partial, lambda: partial.replace(path)) as file:  # never into the target of a link
+        file.write(content)
 
 
 @contextmanager
