@@ -9,17 +9,17 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 from longstride.data_pipelines.errors import DataError, as_data_error
 from longstride.data_pipelines.labels import LABEL_EXTENSION, MOST_TEXT_BYTES, parse_label
-from longstride.data_pipelines.modalities import MODALITIES, Content, Modality, Properties
+from longstride.data_pipelines.modalities import MODALITIES, Modality, Properties
 from longstride.data_pipelines.plain_files import open_plain, plain_status
 from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
-from longstride.data_pipelines.records import RecordReader, Records, find_records, record_reader
+from longstride.data_pipelines.records import Records, find_records, record_reader
 
 T = TypeVar("T")
 FOLDERS, NOTHING = "folders", "nothing"  # targets of links
@@ -114,21 +114,27 @@ class FileDocument:
     def identity(self) -> tuple[Any, ...]:
         return self.relative.hex(), self.occurrence, self.size, self.file_bytes, self.modified_ns
 
-    def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
-        """Read a part of the content. Raises DataError if the file has changed since the search."""
+    @contextmanager
+    def opened(self, open_input: OpenInput, key: Hashable, begin: Callable[[Path, BinaryIO], T]) -> Iterator[T]:
+        """Provide what ``begin`` makes of the open file. Raises DataError if it has changed since the search."""
         path = self.path  # once: creating a Path costs more than reading a small file
 
-        def open_file(stack: ExitStack) -> tuple[BinaryIO, Content]:
+        def open_file(stack: ExitStack) -> tuple[BinaryIO, T]:
             file = stack.enter_context(open_plain(path))
             check_unchanged(path, file, self.file_bytes, self.modified_ns)
-            return file, modality.open(path, file, properties)
+            return file, begin(path, file)
 
         with as_data_error(path):
-            file, content = open_input.get(self, open_file)
-            piece = content.read(offset, size)
+            file, content = open_input.get(key, open_file)
+            yield content
             check_unchanged(path, file, self.file_bytes, self.modified_ns)
+
+    def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
+        """Read a part of the content. Raises DataError if the file has changed since the search."""
+        with self.opened(open_input, self, lambda path, file: modality.open(path, file, properties)) as content:
+            piece = content.read(offset, size)
         if len(piece) != size:
-            raise changed_error(path)
+            raise changed_error(self.path)
         return piece
 
     def label(self, open_input: OpenInput) -> int:
@@ -167,21 +173,11 @@ class RecordDocument:
 
     def read(self, open_input: OpenInput, modality: Modality, properties: Properties, offset: int, size: int) -> bytes:
         """Read a part of the content. Raises DataError if the file has changed since the search."""
-        source = self.file
-
-        def open_file(stack: ExitStack) -> tuple[Path, BinaryIO, RecordReader]:
-            path = source.path
-            with as_data_error(path):
-                file = stack.enter_context(open_plain(path))
-                check_unchanged(path, file, source.file_bytes, source.modified_ns)
-                return path, file, record_reader(path, file, self.field)
-
-        path, file, reader = open_input.get((source, self.field), open_file)
-        with as_data_error(path):
+        key = self.file, self.field
+        with self.file.opened(open_input, key, lambda path, file: record_reader(path, file, self.field)) as reader:
             content = reader.content(self.start, self.length)
-            check_unchanged(path, file, source.file_bytes, source.modified_ns)
         if len(content) != self.size:
-            raise changed_error(path)
+            raise changed_error(self.file.path)
         return content[offset : offset + size]
 
 
