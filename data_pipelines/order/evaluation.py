@@ -19,7 +19,6 @@ from torch import Tensor
 
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.contexts import Contexts, Cut, cut_contexts
-from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, SampleReader, Split
 
 PADDING_ID = -1  # the sample id of a padding row
@@ -68,7 +67,6 @@ def evaluation_contexts(
     cut: Cut | None = None,
     limit: int | None = None,
     min_context: int = 0,
-    remote: RemoteSettings | None = None,
 ) -> Iterator[EvaluationBatch]:
     """Yield a split in canonical order, in contexts of N bytes. Each byte is scored once, on one rank, for any hop.
 
@@ -87,7 +85,7 @@ def evaluation_contexts(
             raise DataError(f"{name}={value}: must be at least {least}")
     if rank >= world_size:
         raise DataError(f"rank={rank}: must be less than the world size {world_size}")
-    windows = _windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), min_context)
+    windows = _windows(DataFolder.at(location).split(split), context, cut or Cut(), min_context)
     count = windows.count if limit is None else min(limit, windows.count)
     share = -(-count // (batch_size * world_size))  # batches
     places = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
@@ -96,13 +94,7 @@ def evaluation_contexts(
 
 
 def read_context(
-    location: str | Path | DataFolder,
-    split: str,
-    number: int,
-    *,
-    context: int,
-    cut: Cut | None = None,
-    remote: RemoteSettings | None = None,
+    location: str | Path | DataFolder, split: str, number: int, *, context: int, cut: Cut | None = None
 ) -> Tensor:
     """Read context ``number`` of a split in canonical order: (n,) tokens as in ``Batch``, n from 1 to N.
 
@@ -110,7 +102,7 @@ def read_context(
 
     Raises DataError if there is no such context, and for damage.
     """
-    windows = _windows(DataFolder.at(location, remote).split(split), context, cut or Cut(), 0)
+    windows = _windows(DataFolder.at(location).split(split), context, cut or Cut(), 0)
     if not 0 <= number < windows.count:
         nearest = min(max(number, 0), windows.count - 1)
         rule = f"must be from 0 to {windows.count - 1}, a context of the split; nearest {nearest}"

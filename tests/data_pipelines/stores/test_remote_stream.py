@@ -12,7 +12,7 @@ from longstride.data_pipelines.building.build import build
 from longstride.data_pipelines.errors import DataError
 from longstride.data_pipelines.order.evaluation import evaluation_contexts
 from longstride.data_pipelines.settings import RemoteSettings
-from longstride.data_pipelines.shards.verify import verify
+from longstride.data_pipelines.shards import DataFolder, verify
 from tests.harness.data.streams import open_stream
 from tests.hostile.generators.http_servers import FaultyServer
 
@@ -52,7 +52,7 @@ def test_stream_from_a_failing_server_is_that_of_the_disk(corpus, settings, work
 
 def test_evaluation_and_verification_from_a_failing_server(corpus, settings):
     def rows(location, **remote):
-        found = evaluation_contexts(location, context=64, batch_size=4, **remote)
+        found = evaluation_contexts(DataFolder(location, **remote), context=64, batch_size=4)
         return [(batch.tokens.tolist(), batch.lengths.tolist()) for batch in found]
 
     with FaultyServer(corpus.folder, share=0.2, seed=2, faults=("drop", "cut", "error", "short")) as url:
