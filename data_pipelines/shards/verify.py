@@ -23,6 +23,7 @@ from longstride.data_pipelines.plain_files import JSONError, blocks_of, open_pla
 from longstride.data_pipelines.settings import REBUILD, REPAIR, RemoteSettings
 from longstride.data_pipelines.shards.manifest import DataManifest
 from longstride.data_pipelines.shards.reading import DataFolder, SampleReader, Split
+from longstride.data_pipelines.shards.tar_stream import TarStream
 from longstride.data_pipelines.stores import Store, open_store
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -48,9 +49,8 @@ def check_split(location: str | Path | DataFolder, split: str) -> None:
 def verify(location: str | Path, progress: Progress | None = None) -> list[str]:
     """Read a whole data folder: one line for each damage found, none where all is as it was built.
 
-    Sizes, SHA-256 of shards and indexes, and the CRC-32 of each sample.
-    ``progress`` is called with the bytes of shards, (done, in all), after each. Raises DataError where there is no data
-    folder.
+    Sizes, SHA-256 of shards and indexes, the members of own tars, and the CRC-32 of each sample. ``progress`` is called
+    with the bytes of shards, (done, in all), after each. Raises DataError where there is no data folder.
     """
     store = open_store(location)
     content = store.read(DataManifest.FILE_NAME)
@@ -120,10 +120,18 @@ def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
     shard, name = split.shards[number], split.path(number)
     findings: list[str] = []
     with _collect_errors(findings), as_data_error(name, mend=REBUILD):
-        if _sha256_of(folder.tars.local(shard.file)) != shard.sha256:
+        path = folder.tars.local(shard.file)
+        if _sha256_of(path) != shard.sha256:
             findings.append(f"{name}: its SHA-256 is not the manifest's; {REBUILD}")
-        reader = SampleReader(split)
-        for start, stop in pairwise(split.open(number).edges.tolist()):
+        opened, reader = split.open(number), SampleReader(split)
+        if folder.manifest.tars is None:  # other programs, which have no index, must find the same samples
+            with _collect_errors(findings), open_plain(path) as file:
+                members = TarStream(name, blocks_of(file)).members()
+                places = zip_longest(members, opened.index["member"].tolist())
+                for sample, (member, place) in enumerate(places):
+                    if not member or member.offset != place or member.name not in split.member_names(shard, sample):
+                        raise DataError(f"{name}: sample {shard.key(sample)} is not where the index says; {REBUILD}")
+        for start, stop in pairwise(opened.edges.tolist()):
             with _collect_errors(findings):
                 reader.fill(number, start, np.empty(stop - start, dtype=np.uint8))
     return [finding.replace(REPAIR, REBUILD) for finding in findings]

@@ -1,10 +1,12 @@
 """The manifest and what it refuses; verification of a folder."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict
+import zlib
+from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -105,6 +107,7 @@ def test_verify_names_every_damage(copy):
         "train-00001.tar: sample train-00001-0000000.txt is damaged (CRC-32); build",
         "train-00002.tar: its SHA-256",
         "train-00002.tar: holds sample",
+        "train-00002.tar: has an invalid tar header after its beginning",
         "train-00005.index.npy: the index is damaged",
         "validation-00099.tar: manifest.json does not list it",
     ):
@@ -130,6 +133,27 @@ def test_verify_tells_a_lacking_permission_from_damage(copy, monkeypatch, name):
         assert str(caught.value) == line
     else:
         assert verify(copy) == [line]
+
+
+def test_verify_finds_a_sample_of_another_name(copy):
+    """Only programs that read the tars without their indexes would notice it."""
+    manifest = DataManifest.load(open_store(copy))
+    record = manifest.splits["train"].shards[0]
+    content = bytearray((copy / record.name).read_bytes())
+    content[:512] = content[:512].replace(b"train-00000-0000000", b"train-00000-0000009")
+    content[148:156] = b"%06o\0 " % (sum(content[:148]) + 8 * 32 + sum(content[156:512]))
+    (copy / record.name).write_bytes(content)
+    index = np.load(copy / record.index_name)
+    index["crc32"][0] = zlib.crc32(content[: int(index["member"][1])])
+    (copy / record.index_name).write_bytes(index_to_bytes(index))
+    digests = (hashlib.sha256((copy / name).read_bytes()).hexdigest() for name in (record.name, record.index_name))
+    sealed = replace(record, **dict(zip(("sha256", "index_sha256"), digests, strict=True)))
+    train = replace(manifest.splits["train"], shards=(sealed, *manifest.splits["train"].shards[1:]))
+    manifest = replace(manifest, splits={**manifest.splits, "train": train})
+    (copy / "manifest.json").write_text(manifest.to_json())
+    assert [line.split(": ")[1][:54] for line in verify(copy) if "sources" not in line] == [
+        "sample train-00000-0000000 is not where the index says"
+    ]
 
 
 def test_verify_tells_how_far_it_is(corpus):
