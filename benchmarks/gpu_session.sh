@@ -140,8 +140,8 @@ part_1() {
   local workers=() card=tests/kernels/test_on_a_card.py small=() tool
   if [ -n "$REHEARSE" ]; then
     tests card 120 -p no:xdist "$card" -k "single_queries or oracle or small_and_ragged"
-    tests small-contexts 120 -p no:xdist tests/kernels/test_conformance.py tests/kernels/test_triton_selections.py \
-      -k "triton and same_bits or triton_selections and expanded"
+    tests small-contexts 120 -p no:xdist tests/kernels/test_conformance.py tests/kernels/test_selections.py \
+      -k "triton and (same_bits or expanded)"
     return
   fi
   [ -n "$(missing xdist)" ] || workers=(-n 12) # compiling is what takes time
@@ -157,7 +157,7 @@ part_1() {
     skip memcheck "compute-sanitizer is not installed"
   fi
   tests small-contexts 200 "${workers[@]}" tests/kernels/test_conformance.py tests/kernels/test_triton_attention.py \
-    tests/kernels/test_triton_selections.py tests/kernels/test_grouped_heads.py \
+    tests/kernels/test_selections.py tests/kernels/test_triton_selections.py tests/kernels/test_grouped_heads.py \
     tests/kernels/test_nonfinite.py tests/kernels/test_decoding.py -k triton
 }
 part_2() {

@@ -157,7 +157,9 @@ def test_no_file_among_sources(commands: Commands, indexed: Outcome, tmp_path: P
     assert outcome.code == 0, outcome.err
     left_out = "1 symlinks" if "link" in kind else "1 pipes sockets and devices"
     assert left_out in outcome.err
-    commands("data", "build", texts / "no.txt", "--output", tmp_path / "other").check_refused(indexed)
+    for modality in ("text", "image", "audio"):
+        words = ("--modality", modality, "--output", tmp_path / "other", "--validation-fraction", 0)
+        commands("data", "build", texts / "no.txt", *words).check_refused(indexed)
     tar = tmp_path / "train.tar"
     replace(tar, kind)
     index(commands, tar).check_refused(indexed)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.commands import Commands, Outcome, campaign, sampled
-from tests.hostile.generators.files import NO_FILES, replace, sparse
+from tests.hostile.generators.files import sparse
 from tests.hostile.generators.media import PICTURES, SOUNDS, png, png_chunk, wav
 
 ENDS = {"image": ".png", "audio": ".wav"}
@@ -92,14 +92,3 @@ def test_largest_picture_is_converted_in_bounded_memory(
     outcome = build(commands, folder, "image", "--image-size", "4x4")
     outcome.check_bounded(honest["image"])
     assert outcome.code == 0, outcome.err
-
-
-@pytest.mark.parametrize("modality", ENDS)
-@pytest.mark.parametrize("kind", sampled([kind for kind in NO_FILES if kind != "folder"], 4))
-def test_no_file_in_the_place_of_one(
-    commands: Commands, honest: dict[str, Outcome], tmp_path: Path, modality: str, kind: str
-) -> None:
-    path = tmp_path / f"a{ENDS[modality]}"
-    replace(path, kind)
-    words = ("--modality", modality, "--output", tmp_path / "built", "--validation-fraction", 0)
-    commands("data", "build", path, *words).check_refused(honest[modality])

@@ -20,7 +20,7 @@ import pytest
 from longstride.data_pipelines.shards import index_tars
 from longstride.launcher.output import exit_codes
 from tests.harness.data.tars import write_tar
-from tests.harness.processes.tended import Tended, deepspeed, longstride, tended
+from tests.harness.processes.tended import deepspeed, longstride, tended
 from tests.harness.runs import ROOT, Rank, configuration, free_port, metrics, plain_environment, rank_environment, spawn
 from tests.hostile.commands import campaign, sampled
 
@@ -192,21 +192,15 @@ def test_stop_is_handed_on_before_it_is_told(tmp_path: Path, kind: str, twice: b
             start = time.monotonic()
             going.process.send_signal(signal.SIGTERM)
             if twice:
-                wait_for_stop_file(tmp_path)
+                while not list(tmp_path.glob(".stop-*")):  # the stop is handed on
+                    assert time.monotonic() < start + SECONDS
+                    time.sleep(0.01)
                 time.sleep(0.6)  # one stop may send several signals
                 going.process.send_signal(signal.SIGTERM)
             assert going.end() == (exit_codes.STOPPED if twice else exit_codes.REQUEUE)
             assert time.monotonic() - start < SECONDS
             assert not going.processes()
     assert len(list(tmp_path.glob("saved-*"))) == (0 if twice else 2)
-
-
-def wait_for_stop_file(folder: Path) -> None:
-    """Waits until the stop is handed on."""
-    end = time.monotonic() + SECONDS
-    while not list(folder.glob(".stop-*")):
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.campaign
@@ -217,18 +211,13 @@ def test_stop_of_longstride_train(data: Path, tmp_path: Path, case: Case) -> Non
     with stalled(case.kind) as file:
         stdout, stderr = (file if stalls else None for stalls in STREAMS[case.streams])
         with tended(command, tmp_path, stdout=stdout, stderr=stderr) as going:
-            check_stop(going, case.number, tmp_path)
+            wait_for_steps(tmp_path, 20)
+            start = time.monotonic()
+            going.process.send_signal(case.number)
+            assert going.end() == exit_codes.REQUEUE, going.output
+            assert time.monotonic() - start < SECONDS
+            assert not going.processes()
     check_saved(tmp_path / "run")
-
-
-def check_stop(going: Tended, number: signal.Signals, folder: Path) -> None:
-    """Check that a signal ends a run as documented, in time, and leaves no process."""
-    wait_for_steps(folder, 20)
-    start = time.monotonic()
-    going.process.send_signal(number)
-    assert going.end() == exit_codes.REQUEUE, going.output
-    assert time.monotonic() - start < SECONDS
-    assert not going.processes()
 
 
 @pytest.mark.campaign

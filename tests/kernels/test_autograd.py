@@ -1,7 +1,6 @@
 """The custom op: what compilers and checkpointing see of it, and how its results lie in memory."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,8 +24,39 @@ def leaves_of(shape: Shape, device: str, *, heads_side_by_side: bool) -> list[Te
     return [t.requires_grad_() for t in inputs[:3]] + [inputs[3]]
 
 
-def assert_compiled_and_recomputed_alike(layer: Callable[..., Tensor], leaves: list[Tensor], grad_out: Tensor) -> None:
-    """Assert that a layer's output and gradients are the same bits as one graph, and where they are recomputed."""
+def selection_of(q: Tensor) -> Selection:
+    """Two rounds of clusters, which follow from q; one has orders, the other is natural in its queries."""
+    with torch.no_grad():
+        parts = [recent_members(q[..., :clusters].argmax(-1), window=7) for clusters in (3, 5)]
+    return Selection(tuple(parts), 7, disjoint=False)
+
+
+READS: dict[str, Pattern | None] = {"strided": Strided(8), "fixed": Fixed(8, 2, 2), "selection": None}
+
+
+@pytest.mark.parametrize(
+    "reads, heads_side_by_side",
+    [
+        ("fixed", True),
+        ("selection", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.campaign)
+            for each in (("fixed", False), ("strided", True), ("strided", False))
+        ),
+    ],
+)
+@pytest.mark.parametrize("backend, device", BACKENDS)
+def test_compile_and_checkpoint_see_through(backend: str, device: str, reads: str, heads_side_by_side: bool) -> None:
+    """Output and gradients have the same bits as one graph, and where they are recomputed."""
+    *leaves, grad_out = leaves_of(Shape(2, 2, 40, 16, 16), device, heads_side_by_side=heads_side_by_side)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pattern = READS[reads]
+        if pattern is None:
+            out, lse = selected_attention(q * 2, k, v, selection_of(q), backend=backend, return_lse=True)
+        else:
+            out, lse = sparse_attention(q * 2, k, v, pattern, backend=backend, return_lse=True)
+        return out + torch.where(lse == -math.inf, 0.0, lse)[..., None]
 
     def gradients(out: Tensor) -> tuple[Tensor, ...]:
         return out.detach(), *torch.autograd.grad(out, leaves, grad_out)
@@ -34,23 +64,7 @@ def assert_compiled_and_recomputed_alike(layer: Callable[..., Tensor], leaves: l
     wanted = gradients(layer(*leaves))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for found in (gradients(compiled(*leaves)), gradients(checkpoint(layer, *leaves, use_reentrant=False))):
-        for a, b in zip(found, wanted, strict=True):
-            assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("heads_side_by_side", [pytest.param(False, marks=pytest.mark.campaign), True])
-@pytest.mark.parametrize("pattern", [pytest.param(Strided(8), marks=pytest.mark.campaign), Fixed(8, 2, 2)], ids=str)
-@pytest.mark.parametrize("backend, device", BACKENDS)
-def test_compile_and_checkpoint_see_through(
-    backend: str, device: str, pattern: Pattern, heads_side_by_side: bool
-) -> None:
-    *leaves, grad_out = leaves_of(Shape(2, 2, 40, 16, 16), device, heads_side_by_side=heads_side_by_side)
-
-    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = sparse_attention(q * 2, k, v, pattern, backend=backend, return_lse=True)
-        return out + torch.where(lse == -math.inf, 0.0, lse)[..., None]
-
-    assert_compiled_and_recomputed_alike(layer, leaves, grad_out)
+        assert all(map(torch.equal, found, wanted))
 
 
 @pytest.mark.parametrize("heads_side_by_side", [False, True])
@@ -86,42 +100,23 @@ def test_expanded_tensors_are_read_as_copies_of_them(
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("case", ["heads apart", "heads side by side, shared keys", "columns apart", "behind a cache"])
+@pytest.mark.parametrize(
+    "case",
+    ["heads apart", "heads side by side, shared keys", "columns apart", "behind a cache", "selection",
+     "selection, heads side by side, shared keys"],
+)  # fmt: skip
 @pytest.mark.parametrize("backend, device", BACKENDS)
-def test_the_op_is_what_it_tells_compilers(backend: str, device: str, case: str) -> None:
+def test_the_ops_are_what_they_tell_compilers(backend: str, device: str, case: str) -> None:
     shape = Shape(1, 2, 16, 16, 16, key_heads=1 if "shared" in case else 2)
     *leaves, _ = leaves_of(shape, device, heads_side_by_side="side by side" in case)
     if case == "columns apart":
         leaves = [torch.randn(1, 16, 16, 2, device=device).permute(0, 3, 1, 2).requires_grad_() for _ in range(3)]
     elif case == "behind a cache":
         leaves[0] = leaves[0].detach()[:, :, 3:10].requires_grad_()
-    patterns, first = repr([{"type": "local", "window": 5}] * 2), 3 if case == "behind a cache" else -1
-    torch.library.opcheck(torch.ops.longstride.attention.default, (*leaves, patterns, 0.25, backend, first))
-
-
-def selection_of(q: Tensor) -> Selection:
-    """Two rounds of clusters, which follow from q; one has orders, the other is natural in its queries."""
-    with torch.no_grad():
-        parts = [recent_members(q[..., :clusters].argmax(-1), window=7) for clusters in (3, 5)]
-    return Selection(tuple(parts), 7, disjoint=False)
-
-
-@pytest.mark.parametrize("backend, device", BACKENDS)
-def test_compile_and_checkpoint_see_through_a_selection(backend: str, device: str) -> None:
-    *leaves, grad_out = leaves_of(Shape(2, 2, 40, 16, 16), device, heads_side_by_side=True)
-
-    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = selected_attention(q * 2, k, v, selection_of(q), backend=backend, return_lse=True)
-        return out + lse[..., None]
-
-    assert_compiled_and_recomputed_alike(layer, leaves, grad_out)
-
-
-@pytest.mark.parametrize("heads_side_by_side", [False, True])
-@pytest.mark.parametrize("backend, device", BACKENDS)
-def test_the_op_of_selections_is_what_it_tells_compilers(backend: str, device: str, heads_side_by_side: bool) -> None:
-    shape = Shape(1, 2, 16, 16, 16, key_heads=1 if heads_side_by_side else 2)
-    *leaves, _ = leaves_of(shape, device, heads_side_by_side=heads_side_by_side)
-    parts = [tensor for part in selection_of(leaves[0]).parts for tensor in part]
-    op = torch.ops.longstride.selected_attention.default
-    torch.library.opcheck(op, (*leaves, parts, 7, False, 0.25, backend))
+    if "selection" in case:
+        parts = [tensor for part in selection_of(leaves[0]).parts for tensor in part]
+        op, options = torch.ops.longstride.selected_attention, (parts, 7, False, 0.25, backend)
+    else:
+        patterns, first = repr([{"type": "local", "window": 5}] * 2), 3 if case == "behind a cache" else -1
+        op, options = torch.ops.longstride.attention, (patterns, 0.25, backend, first)
+    torch.library.opcheck(op.default, (*leaves, *options))

@@ -16,7 +16,6 @@ from longstride.kernels import (
     attend_listed,
     attend_one,
     empty_cache,
-    selected_attention,
     sparse_attention,
 )
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided
@@ -30,8 +29,7 @@ from tests.harness.oracles import (
     exact,
     make_inputs,
 )
-from tests.kernels.test_selections import selections
-from tests.kernels.test_triton_selections import on_device
+from tests.kernels.test_selections import check, selections
 
 HALF, BRAIN, SINGLE, DOUBLE = DTYPES
 # Of four heads: alike, of closed runs, of groups that differ inside, and in turn.
@@ -108,12 +106,7 @@ def test_two_runs_give_the_same_bits_in_the_order_of_the_inputs(backend: str) ->
     ],
 )
 def test_selections_are_those_of_query_heads(backend: str, dtype: torch.dtype, name: str) -> None:
-    inputs, selection = make_inputs(Shape(2, 4, 33, 16, 24, 2), dtype), selections(2, 4, 33)[name]
-    there = on_device(selection) if backend == "triton" else selection
-    found = attention_and_gradients(
-        lambda q, k, v: selected_attention(q, k, v, there, backend=backend, return_lse=True), inputs, DEVICES[backend]
-    )
-    assert_within_precision(found, inputs, selection)
+    check(backend, selections(2, 4, 33)[name], dtype, Shape(2, 4, 33, 16, 24, 2), grad_lse=False)
 
 
 @pytest.mark.parametrize(

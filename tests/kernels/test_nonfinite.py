@@ -29,8 +29,7 @@ from tests.harness.oracles import (
     attention_and_gradients,
     make_inputs,
 )
-from tests.kernels.test_selections import NAMES, selections
-from tests.kernels.test_triton_selections import on_device
+from tests.kernels.test_selections import NAMES, on_device, selections
 
 # The interpreter's maximum, which passes over NaN as a card's does, says so.
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
@@ -50,8 +49,8 @@ def results(backend: str, inputs: Inputs, reads: Reads) -> dict[str, Tensor]:
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             found = attend(*inputs[:3], reads, backend=backend, return_lse=True)
         return dict(zip(RESULTS, found, strict=False))
-    if isinstance(reads, Selection) and backend == "triton":
-        reads = on_device(reads)
+    if isinstance(reads, Selection):
+        reads = on_device(reads, backend)
     return attention_and_gradients(
         lambda q, k, v: attend(q, k, v, reads, backend=backend, return_lse=True), inputs, DEVICES[backend]
     )

@@ -6,7 +6,6 @@ Letters: B batch, H heads, N positions.
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from longstride.kernels.selections import (
     selection_mask,
     within_documents,
 )
-from tests.harness.backends import DTYPES, IN_THE_INTERPRETER, on
+from tests.harness.backends import DEVICES, DTYPES, IN_THE_INTERPRETER, on
 from tests.harness.oracles import (
     Inputs,
     Shape,
@@ -97,41 +96,72 @@ def selections(batch: int, heads: int, context: int) -> dict[str, Selection]:
 NAMES = tuple(selections(1, 1, 12))
 
 
-def results(backend: str, inputs: Inputs, selection: Selection, **options: Any) -> dict[str, Tensor]:
-    """out, lse, dq, dk and dv."""
-    return attention_and_gradients(
-        lambda q, k, v: selected_attention(q, k, v, selection, backend=backend, return_lse=True, **options), inputs
-    )
+def on_device(selection: Selection, backend: str) -> Selection:
+    """The selection where a backend runs; axes of stride 0 stay so."""
+
+    def moved(vectors: Tensor | None) -> Tensor | None:
+        if vectors is None:
+            return None
+        kept = vectors[tuple(slice(0, None if step else 1) for step in vectors.stride())]
+        return kept.to(DEVICES[backend]).expand(vectors.shape)
+
+    parts = tuple(Part(*map(moved, part)) for part in selection.parts)  # type: ignore[arg-type]
+    return Selection(parts, selection.span, selection.disjoint)
 
 
-PRECISION = [on(backend, dtype, Shape(3, 4, 41, 16, 24), True) for backend in ALL for dtype in DTYPES]
-
-
-@pytest.mark.parametrize("backend, dtype, shape, grad_lse", PRECISION, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_results_are_within_precision(
-    name: str, backend: str, dtype: torch.dtype, shape: Shape, grad_lse: bool
+def check(
+    backend: str,
+    selection: Selection,
+    dtype: torch.dtype,
+    shape: Shape,
+    *,
+    grad_lse: bool = True,
+    scale: float | None = None,
 ) -> None:
-    selection = selections(*shape[:3])[name]
+    """Assert that all results are within their precision; heads are cut from rows, as in models."""
     selection.check(shape.context)
+    there = on_device(selection, backend)
     inputs = make_inputs(shape, dtype, grad_lse=grad_lse)
-    assert_within_precision(results(backend, inputs, selection), inputs, selection)
+    inputs = Inputs(*(t if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs))
+    found = attention_and_gradients(
+        lambda q, k, v: selected_attention(q, k, v, there, scale=scale, backend=backend, return_lse=True),
+        inputs,
+        DEVICES[backend],
+    )
+    assert_within_precision(found, inputs, selection, scale)
 
 
-LONG = [
-    on("cpu", dtype, Shape(1, 2, 512, 16, 16), name)
-    for name, dtype in (("random None", SINGLE), ("one 9", SINGLE), ("rounds", SINGLE), ("any orders, twice", BRAIN))
-] + [
-    on("cpu", dtype, Shape(3, 4, 2_048, 16, 16), name, marks=[pytest.mark.campaign])
-    for name in NAMES
-    for dtype in (BRAIN, SINGLE)
+PRECISION = [
+    *(on(backend, name, dtype, Shape(3, 4, 41, 16, 24)) for backend in ALL for dtype in DTYPES for name in NAMES),
+    *(  # by default each name once in the slow interpreter, and each dtype several times
+        on("triton", name, dtype, Shape(2, 2, 41, 16, 24), marks=[pytest.mark.campaign] if (i - j) % 4 else [])
+        for i, name in enumerate(NAMES)
+        for j, dtype in enumerate(DTYPES)
+    ),
+    *(  # in many tiles
+        on("cpu", name, dtype, Shape(1, 2, 512, 16, 16))
+        for name, dtype in (
+            ("random None", SINGLE),
+            ("one 9", SINGLE),
+            ("rounds", SINGLE),
+            ("any orders, twice", BRAIN),
+        )
+    ),
+    *(
+        on("cpu", name, dtype, Shape(3, 4, 2_048, 16, 16), marks=[pytest.mark.campaign])
+        for name in NAMES
+        for dtype in (BRAIN, SINGLE)
+    ),
 ]
 
 
-@pytest.mark.parametrize("backend, dtype, shape, name", LONG, ids=str)
-def test_results_are_within_precision_in_many_tiles(backend: str, dtype: torch.dtype, shape: Shape, name: str) -> None:
-    inputs, selection = make_inputs(shape, dtype), selections(*shape[:3])[name]
-    assert_within_precision(results(backend, inputs, selection), inputs, selection)
+@pytest.mark.parametrize("backend, name, dtype, shape", PRECISION, ids=str)
+def test_results_are_within_precision(backend: str, name: str, dtype: torch.dtype, shape: Shape) -> None:
+    # In fp32 rows of one key are left to fp64 where lse has a gradient: dense attention's own error is that gradient's
+    # alone there, since what it subtracts from itself is the same number.
+    grad_lse = shape.context < 512 and (backend != "triton" or dtype != SINGLE)
+    scale = -0.3 if name == "rounds" else None
+    check(backend, selections(*shape[:3])[name], dtype, shape, grad_lse=grad_lse, scale=scale)
 
 
 @pytest.mark.parametrize("backend", [*(on(backend) for backend in ALL), on("triton", marks=[IN_THE_INTERPRETER])])
@@ -155,16 +185,6 @@ def test_no_row_reads_its_future(backend: str) -> None:
     wanted = expected(inputs, selection)["out"].at(slice(half))
     for out in outs:
         assert_explained("out", out, wanted, selection)
-
-
-@pytest.mark.parametrize("backend", [on(backend) for backend in ALL])
-def test_scale_and_strides(backend: str) -> None:
-    """Heads cut from rows, as a model does, and a scale below 0."""
-    shape = Shape(2, 3, 37, 16, 16)
-    inputs = make_inputs(shape, SINGLE)
-    cut = Inputs(*(t if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs))
-    selection = selections(*shape[:3])["rounds"]
-    assert_within_precision(results(backend, cut, selection, scale=-0.3), cut, selection, -0.3)
 
 
 def test_recent_members_are_those_of_the_definition() -> None:

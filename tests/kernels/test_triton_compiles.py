@@ -33,6 +33,13 @@ RENEW = "run python -m benchmarks.attention.compiled"
 EVERY = 60  # of how many kept cases one is compiled each time
 
 
+def second_passes(architecture: str) -> list[str]:
+    """Those of 16 bits."""
+    cases = [case.replace("folded", "merged:resume") for case in shipped(architecture) if not case.startswith("closed")]
+    cases = [case.replace("merged", "folded") if case.startswith("dkdv") else case for case in cases]
+    return [case for case in cases if "bfloat16" in case]
+
+
 def selected(architecture: str) -> list[str]:
     """Those of 16 bits as passes over selections have them; and where parts overlap."""
     cases = [case.replace("folded", "listed") for case in shipped(architecture) if not case.startswith("closed")]
@@ -83,18 +90,10 @@ def test_default_and_shipped_kernels_waste_nothing_a_visit(architecture: str) ->
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_second_passes_in_16_bits_waste_nothing_a_visit(architecture: str) -> None:
-    cases = [case.replace("folded", "merged:resume") for case in shipped(architecture) if not case.startswith("closed")]
-    cases = [case.replace("merged", "folded") if case.startswith("dkdv") else case for case in cases]
-    for found in compile_here(architecture, [case for case in cases if "bfloat16" in case]):
-        _check(found, architecture)
-
-
-@pytest.mark.campaign
 @pytest.mark.parametrize("architecture", sorted(SHARED_BYTES))
-def test_passes_over_selections_waste_nothing_a_visit(architecture: str) -> None:
-    for found in compile_here(architecture, selected(architecture)):
+def test_second_passes_and_selections_waste_nothing_a_visit(architecture: str) -> None:
+    second = [] if architecture not in ("sm_80", "sm_90") else second_passes(architecture)
+    for found in compile_here(architecture, [*second, *selected(architecture)]):
         _check(found, architecture)
 
 

@@ -7,6 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from longstride.kernels.patterns import PATTERNS
+from longstride.sparse_model.feed_forwards import FEED_FORWARDS
+from longstride.sparse_model.mixers import MIXERS
+from tests.harness.oracles import example_of
 from tests.hostile.generators.files import replace, sparse
 
 Damage = Callable[[Path], object]  # of a folder, in place
@@ -28,49 +34,40 @@ NUMBERS: dict[str, object] = {
     "a list": [64],
     "an object": {"a": 64},
 }
-# Of the `model` object: paths of its numbers, in an object that has them all between its objects.
+# Numbers at the top of a `model` object.
 SIZES = ("context", "layers", "heads", "width", "vocabulary", "feed_forward_ratio", "query_key_ratio")
-# What of an object is changed, and what that makes of the object.
-OBJECTS: dict[str, dict[str, Any]] = {
-    "embedding.row_width": {},
-    "embedding.height": {"embedding": {"type": "image", "height": 8, "width": 8, "channels": 1}},
-    "embedding.channels": {"embedding": {"type": "image", "height": 8, "width": 8, "channels": 1}},
-    "attention.window": {},
-    "attention.heads": {"attention": {"heads": [{"count": 2, "type": "dense"}]}},
-    "attention.heads.0.count": {"attention": {"heads": [{"count": 2, "type": "dense"}]}},
+# Other places of values by name: a path, and what an honest object has around it.
+PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     **{
-        f"attention.{key}": {"attention": attention}
-        for attention in (
-            {"type": "local", "window": 8, "dilation": 1},
-            {"type": "strided", "stride": 8, "num_factors": 2},
-            {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2},
-            {"type": "longformer", "window": 4, "globals": 2},
-            {"type": "longnet", "segments": [8, 32], "dilations": [1, 4]},
-            {"type": "bigbird", "block": 4, "window": 2, "globals": 1, "random": 1, "seed": 1},
-            {"type": "dense", "key_value_heads": 1},
-            {"type": "routing", "clusters": 4, "window": 6},
-            {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 2},
-            {"type": "match", "window": 8, "order": 2, "matches": 4},
-            {"type": "moba", "block": 8, "top": 2},
-            {"type": "adaptive_span", "ramp": 4, "penalty": 0.0, "limit": 9},
-            {"type": "synthesizer", "kind": "factorized_random", "rank": 2},
-            {"type": "synthesizer", "kind": "dense", "hidden": 2},
-            {"type": "synthesizer", "kind": "factorized_dense", "blocks": 8},
-        )
-        for key in attention
-        if key not in ("type", "kind", "window")
+        f"{part}.{kind}.{key}": (f"{part}.{key}", {part: example_of(kind, cls)})
+        for part, registry in (("attention", PATTERNS | MIXERS), ("feed_forward", FEED_FORWARDS))
+        for kind, cls in registry.items()
+        for key in (cls.model_fields if issubclass(cls, BaseModel) else cls.__dataclass_fields__)
+        if key not in ("type", "causal", "align", "index")
     },
-    "feed_forward.count": {"feed_forward": {"type": "experts", "count": 4}},
-    "feed_forward.capacity": {"feed_forward": {"type": "experts", "count": 4, "capacity": 1.0}},
-    "ngrams.rows": {"ngrams": {"rows": 16, "orders": [2, 3]}},
-    "ngrams.orders": {"ngrams": {"rows": 16, "orders": [2, 3]}},
-    "ngrams.orders.1": {"ngrams": {"rows": 16, "orders": [2, 3]}},
-    "convolution": {"convolution": 3},
-    "rotary.base": {"rotary": {"base": 1000}},
-    "norm_epsilon": {"norm_epsilon": 1e-5},
-    "dropout": {"dropout": 0.0},
-    "order": {"order": "(sf)1"},
-}
+    **{
+        f"attention.synthesizer.{key} of {kind}": (
+            f"attention.{key}", {"attention": {"type": "synthesizer", "kind": kind, key: 8}}
+        )
+        for kind, key in (("factorized_random", "rank"), ("dense", "hidden"), ("factorized_dense", "blocks"))
+    },
+    "attention.dense.key_value_heads": ("attention.key_value_heads", {"attention": {"type": "dense"}}),
+    **{
+        path: (path, {"attention": {"heads": [{"count": 2, "type": "dense"}]}})
+        for path in ("attention.heads", "attention.heads.0.count")
+    },
+    **{
+        path: (path, {"embedding": {"type": "image", "height": 8, "width": 8, "channels": 1}})
+        for path in ("embedding.height", "embedding.channels")
+    },
+    **{
+        path: (path, {"ngrams": {"rows": 16, "orders": [2, 3]}})
+        for path in ("ngrams.rows", "ngrams.orders", "ngrams.orders.1")
+    },
+    "embedding.row_width": ("embedding.row_width", {}),
+    "rotary.base": ("rotary.base", {"rotary": {"base": 1000}}),
+    **{key: (key, {}) for key in (*SIZES, "convolution", "norm_epsilon", "dropout", "order")},
+}  # fmt: skip
 # Objects that are wrong as a whole.
 WHOLE: dict[str, dict[str, Any]] = {
     "a million layers in an order": {"order": "(sf)1000000"},
@@ -103,9 +100,10 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 
 
-def changed(model: dict[str, Any], path: str, value: object) -> dict[str, Any]:
-    """Copy a `model` object with another value at a dotted path."""
-    content: dict[str, Any] = json.loads(json.dumps(model | OBJECTS.get(path, {})))
+def changed(model: dict[str, Any], name: str, value: object) -> dict[str, Any]:
+    """Copy a `model` object with another value at one of PLACES."""
+    path, around = PLACES[name]
+    content: dict[str, Any] = json.loads(json.dumps(model | around))
     *parents, last = path.split(".")
     place: Any = content
     for part in parents:
@@ -116,9 +114,9 @@ def changed(model: dict[str, Any], path: str, value: object) -> dict[str, Any]:
 
 def hostile_models() -> Iterator[tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]]:
     """Names of wrong `model` objects, and what makes each of an honest one."""
-    for path in (*SIZES, *OBJECTS):
+    for place in PLACES:
         for name, value in NUMBERS.items():
-            yield f"{path} of {name}", lambda model, path=path, value=value: changed(model, path, value)
+            yield f"{place} of {name}", lambda model, place=place, value=value: changed(model, place, value)
     for name, changes in WHOLE.items():
         yield name, lambda model, changes=changes: json.loads(json.dumps(model | changes))
 
