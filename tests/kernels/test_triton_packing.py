@@ -14,14 +14,12 @@ from longstride.kernels.backends.triton.configurations import (
 )
 from longstride.kernels.backends.triton.packing import (
     FIELDS,
-    SOURCE_FIELDS,
     UNREACHED,
     Form,
     divisor,
     groups,
     pack,
     row_edge,
-    sources,
 )
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided, Summary
 from longstride.kernels.plan import tiles, view
@@ -49,12 +47,6 @@ def test_parts_of_one_order_of_rows_share_a_pass(heads: tuple[Pattern, ...], by_
     assert one.table.shape == (len(heads), by_query[0], len(FIELDS))
 
 
-def test_passes_over_keys_end_with_the_part_that_holds_every_key() -> None:
-    first, last = groups((Fixed(8, 2), Local(8)), 40, "keys", "all")
-    assert [head[0].num_rows for head in first] == [10, 0]  # the summary keys of fixed; local has no part here
-    assert [head[0].num_rows for head in last] == [40, 40]
-
-
 def test_whole_blocks_are_read_by_closed_forms_alone() -> None:
     plain = (Dense(), Local(9), Column(8), Block(8), Summary(8, 2), Strided(8), Fixed(8, 2))
     for pattern in (*plain, Strided(8, align="target")):
@@ -65,13 +57,6 @@ def test_whole_blocks_are_read_by_closed_forms_alone() -> None:
             assert {one.rows, *one.columns, *one.bounds} <= forms
 
 
-def test_heads_whose_forms_differ_are_read_by_the_more_general_one() -> None:
-    assert pack((Local(8), Column(8)), 40, "queries", "all", 0, 16, True, CPU).rows == Form.FOLDED
-    assert pack((Column(8), Column(8, "target")), 40, "queries", "all", 0, 16, True, CPU).columns == (Form.SHIFTED,)
-    listed = pack((Local(8), Column(8)), 41, "queries", "all", 0, 16, True, CPU)
-    assert (listed.rows, listed.columns, listed.bounds) == (Form.LISTED, (Form.LISTED,), (Form.LISTED,))
-
-
 @pytest.mark.parametrize("period", [1, 2, 3, 5, 24, 96, 127, 128, 1000, 12_288, 1_048_576, UNREACHED])
 def test_a_division_is_a_multiplication(period: int) -> None:
     generator = torch.Generator().manual_seed(period)
@@ -80,13 +65,6 @@ def test_a_division_is_a_multiplication(period: int) -> None:
     assert 0 < magic < 2**32
     for row in [*rows, 0, period - 1, period, 2**31 - 1, 2**31 - 1 - 2**31 % period]:
         assert (2 * row * magic >> 32) >> bits == row // period
-
-
-def test_sources_stand_in_the_order_of_passes_and_slices() -> None:
-    table, _, form = sources((Fixed(8, 2), Local(8)), 40, "all", (3,), CPU)
-    assert form == Form.FOLDED and table.shape == (2, 3, len(SOURCE_FIELDS))
-    assert table[:, :, SOURCE_FIELDS.index("base")].tolist() == [[0, 10, 20]] * 2
-    assert table[:, 0, SOURCE_FIELDS.index("length")].tolist() == [10, 0]  # nothing to add for local
 
 
 LARGE, SMALL = Configuration(64, 64, 4, 2), Configuration(16, 16, 1, 2, 0.5)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longstride.kernels.plan import Intervals, transposed
 from longstride.kernels.selections import Part, Selection, recent_members
 from tests.harness.backends import DEVICES, DTYPES, WITH_TRITON, use_tiles
 from tests.harness.oracles import (
@@ -76,19 +75,6 @@ def test_long_contexts(
     names = [(kind, 0)] if kind != "rounds" else [("random", seed) for seed in range(3)]
     parts = tuple(recent_members(clusters(name, *size, seed=seed), window=window) for name, seed in names)
     check("triton", Selection(parts, window, disjoint=len(parts) == 1), BRAIN, Shape(*size, 32, 32))
-
-
-def test_the_rows_of_each_column_are_those_of_a_plan() -> None:
-    from longstride.kernels.backends.triton.selected import rows_of_columns
-
-    part = random_part(2, 3, 29, seed=3)
-    assert part.key_order is not None
-    num_keys = part.key_order.shape[-1]
-    low, high = rows_of_columns(part.low, part.high, num_keys)
-    for b in range(2):
-        for h in range(3):
-            wanted = transposed(Intervals(part.low[b, h], part.high[b, h]), num_keys)
-            assert torch.equal(low[b, h].long(), wanted.low) and torch.equal(high[b, h].long(), wanted.high)
 
 
 class NoHost(TorchDispatchMode):

@@ -146,22 +146,6 @@ def test_a_span_at_an_end_can_come_back() -> None:
     assert grad.tolist() == [0, -1, 0, -1, 1, 1, 0, 1, 0]
 
 
-def test_spans_learn_what_is_worth_its_penalty() -> None:
-    """The mean of the last twelve values: with equal scores and this ramp, a span of 7.5 weighs as many."""
-    values = torch.randn(1, 1, 200, 1, generator=torch.Generator().manual_seed(0))
-    wanted = torch.nn.functional.conv1d(values[0].mT, torch.full((1, 1, 12), 1 / 12), padding=11)[..., :200].mT[None]
-    for penalty, least, most in ((0.0, 7.0, 8.0), (0.1, 0.0, 0.0)):
-        shares = torch.tensor([0.1], requires_grad=True)
-        optimizer = torch.optim.Adam([shares], lr=0.01)
-        for _ in range(100):
-            span = Bounded.apply(shares) * 40
-            rows = span_attention(torch.zeros_like(values), values, values, span, 8, 40)
-            optimizer.zero_grad()
-            ((rows - wanted)[:, :, 12:].square().mean() + penalty * span.mean()).backward()
-            optimizer.step()
-        assert least <= span.item() <= most
-
-
 def test_it_begins_as_it_is_asked_and_trains_as_vectors_do() -> None:
     model: Any = SparseTransformer(small(**spans_config(initial=10, limit=20)))
     for block in model.blocks:

@@ -11,7 +11,7 @@ from torch import Tensor
 from longstride.kernels.selections import hash_rounds, selection_mask
 from longstride.launcher.planning.costs import work
 from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.mixers.lsh import HashedAttention, buckets_of
+from longstride.sparse_model.mixers.lsh import HashedAttention
 from tests.harness.configs import small
 from tests.sparse_model.test_config import assert_refused
 
@@ -78,16 +78,6 @@ def test_it_is_the_papers_formula_with_its_buckets(rounds: int) -> None:
         torch.testing.assert_close(found[b, h], of_one_head(q[b, h], v[b, h], lists), rtol=1e-10, atol=1e-10)
 
 
-def test_one_bucket_and_one_chunk_is_dense_attention() -> None:
-    attention = mixer(**hashed(buckets=1, rounds=1, chunk=40))
-    q, k, v = attention.heads_of(attention.query_key_value(torch.randn(2, 40, 64, dtype=torch.float64)))
-    scores = q @ (q / q.norm(dim=-1, keepdim=True)).mT / math.sqrt(16)
-    earlier = torch.ones(40, 40, dtype=torch.bool).tril(-1)
-    earlier[0, 0] = True
-    wanted = scores.masked_fill(~earlier, -math.inf).softmax(-1) @ v
-    torch.testing.assert_close(attention.attend(q, k, v).rows, wanted, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", ["random", "one", "each its own", "in turn"])
 def test_rounds_are_those_of_the_definition(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -114,16 +104,6 @@ def test_pairs_are_at_most_those_that_are_counted() -> None:
             buckets = torch.randint(high, (1, 4, rounds, positions))
             pairs = int(selection_mask(hash_rounds(buckets, chunk), positions).sum())
             assert pairs <= most and (pairs == most or high > 1 or rounds > 1)
-
-
-def test_buckets_hold_what_points_the_same_way() -> None:
-    rotations = torch.randn(1, 200, 16, 4)
-    q = torch.randn(1, 1, 1, 16)
-    near, opposite = (buckets_of(torch.cat([q, each], 2), rotations) for each in (2 * q, -q))
-    assert torch.equal(near[..., 0], near[..., 1])
-    assert torch.equal((opposite[..., 0] + 4) % 8, opposite[..., 1])
-    drawn = buckets_of(torch.randn(1, 1, 500, 16), rotations[:, :1])
-    assert (drawn.flatten().bincount(minlength=8) > 25).all() and drawn.max() == 7
 
 
 def test_keys_have_no_weights() -> None:

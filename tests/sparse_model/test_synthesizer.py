@@ -82,13 +82,6 @@ def test_it_is_the_papers_formula(kind: Any, pattern: Any) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_every_column_of_a_factorized_dense_kind_has_a_pair_of_its_own() -> None:
-    mixer: Any = SparseTransformer(small(layers=1, **synthesizer("factorized_dense"))).blocks[0].attention
-    assert (mixer.block_keys.shape, mixer.place_keys.shape) == ((H, 5, 16), (H, 8, 16))  # 5 · 8 = 40, near its root
-    pairs = {(column // 8, column % 8) for column in range(N)}
-    assert len(pairs) == N
-
-
 @pytest.mark.parametrize(
     ("kind", "more", "own"),
     [
