@@ -17,7 +17,6 @@ from longstride.sparse_model.mixers import adaptive_span
 from longstride.sparse_model.mixers.adaptive_span import Bounded, span_attention
 from tests.harness.configs import small
 from tests.harness.stochastic import assert_rounding_explains, with_gradients
-from tests.sparse_model.test_config import assert_refused
 from tests.sparse_model.test_transformer import awake
 
 SPANS = {  # of three heads, in a context of 37
@@ -170,17 +169,3 @@ def test_pairs_are_those_of_the_spans_or_of_the_limit() -> None:
     assert planned.pairs == mixer.num_pairs(40) and planned.bound == "spans of at most 12 positions"
     assert set(config.layer_patterns()[0]) == {Local(17)}
     assert set(small(**spans_config()).layer_patterns()[0]) == {Dense()}
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"ramp": 1}, "attention.ramp=1: must be greater than or equal to 2"),
-        ({"penalty": -1.0}, "attention.penalty=-1.0: must be greater than or equal to 0"),
-        ({"limit": 41}, "attention.limit=41: must be at most context 40; nearest 40"),
-        ({"limit": 8, "initial": 9.0}, "attention.initial=9.0: must be at most limit 8; nearest 8"),
-        ({"initial": 41.0}, "attention.initial=41.0: must be at most context 40; nearest 40"),
-    ],
-)
-def test_what_is_wrong_is_named_in_one_line(changes: dict[str, Any], line: str) -> None:
-    assert_refused(line, **spans_config(**changes))

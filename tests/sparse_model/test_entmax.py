@@ -16,7 +16,6 @@ from longstride.sparse_model.mixers import entmax as module
 from longstride.sparse_model.mixers.entmax import entmax, entmax_attention
 from tests.harness.configs import ATTENTIONS, small
 from tests.harness.stochastic import assert_rounding_explains, with_gradients
-from tests.sparse_model.test_config import assert_refused
 
 PATTERNS = {name: each for name, each in ATTENTIONS.items() if "type" in each and "combine" not in each}
 N, D = 40, 8
@@ -186,19 +185,3 @@ def test_every_head_begins_at_one_and_a_half_and_learns_as_vectors_do() -> None:
     plain = SparseTransformer.num_parameters(small(attention={"type": "local", "window": 9}))
     assert SparseTransformer.num_parameters(model.config) == plain + 3 * 4
     assert ModelConfig.model_validate(model.config.model_dump(mode="json")).blocks() == model.config.blocks()
-
-
-LONG = {"context": 4096, "embedding": {"type": "tokens"}}
-
-
-@pytest.mark.parametrize(
-    ("pattern", "changes", "line"),
-    [
-        ({"type": "dense"}, LONG, 'pattern.type="dense": rows read up to 4,096 keys and are not split; at'),
-        ({"type": "fixed", "stride": 64, "summary": 33}, LONG, 'pattern.type="fixed": rows read up to 2,1'),
-        ({"type": "fixed", "stride": 7, "summary": 1}, {}, "pattern.stride=7: must divide context 40; nearest 5, 8"),
-        ({"type": "fixed", "index": 1}, {}, "pattern.index=1: must be left out"),
-    ],
-)
-def test_what_is_wrong_is_named_in_one_line(pattern: Any, changes: dict[str, Any], line: str) -> None:
-    assert_refused(f"attention.{line}", attention={"type": "entmax", "pattern": pattern}, **changes)

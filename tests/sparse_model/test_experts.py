@@ -17,7 +17,6 @@ from longstride.sparse_model.feed_forwards import dense, experts
 from longstride.sparse_model.feed_forwards.experts import Experts, ExpertsConfig
 from tests.harness.configs import small
 from tests.harness.stochastic import assert_rounding_explains, with_gradients
-from tests.sparse_model.test_config import assert_refused
 
 COUNT, WIDTH, INNER = 4, 16, 24
 
@@ -204,15 +203,3 @@ def test_first_values_are_those_of_dense_parts() -> None:
     std = (0.125 / 256) ** 0.5
     assert own == pytest.approx([std, std / 2 / 4**0.5, std / 10], rel=0.05)
     assert not module.expand_bias.any() and not module.contract_bias.any()
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"count": 1}, "feed_forward.top=2: must be at most count 1; nearest 1"),
-        ({"count": 8, "top": 3}, "feed_forward.top=3: must be less than or equal to 2"),
-        ({"count": 8, "capacity": 0.0}, "feed_forward.capacity=0.0: must be greater than 0"),
-    ],
-)
-def test_wrong_experts_are_named(changes: dict[str, Any], line: str) -> None:
-    assert_refused(line, feed_forward={"type": "experts", **changes})

@@ -12,7 +12,6 @@ from torch import Tensor
 from longstride.launcher.planning.costs import parameter_parts, work
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import ATTENTIONS, small
-from tests.sparse_model.test_config import assert_refused
 from tests.sparse_model.test_transformer import awake
 
 OPTIONS: dict[str, Any] = {"rotary": {"base": 1000}, "query_key_norm": True, "query_key_ratio": 0.5}
@@ -99,29 +98,3 @@ def test_what_is_kept_and_projected_is_less_and_the_pairs_are_the_same(attention
     assert works[0].linear - works[1].linear == 2 * 40 * 3 * 2 * 48 * 64
     assert (works[0].pairs, works[0].scores, works[0].values) == (works[1].pairs, works[1].scores, works[1].values)
     assert models[1].blocks[0].attention.stacked_rows == {"query_key_value": (64, 16, 16)}
-
-
-@pytest.mark.parametrize(
-    ("attention", "line"),
-    [
-        ({**ATTENTIONS["heads"], "key_value_heads": 3}, "attention.key_value_heads=3: must divide heads=4; nearest 2"),
-        ([{"type": "dense", "key_value_heads": 9}], "attention[0].key_value_heads=9: must divide heads=4; nearest 4"),
-        ({"type": "dense", "key_value_heads": 0}, "attention.key_value_heads=0: must be an integer of at least 1"),
-        ({"type": "dense", "key_value_heads": True}, "attention.key_value_heads=true: must be an integer"),
-        ({"type": "dense", "key_value_head": 2}, "attention.key_value_head: unknown key for dense; nearest key_val"),
-        *(
-            ({**MIXERS[name], "key_value_heads": 3}, "attention.key_value_heads=3: must divide heads=4; nearest 2")
-            for name in MIXERS
-        ),
-        (
-            {"type": "lsh", "buckets": 4, "chunk": 2, "key_value_heads": 2},
-            "attention.key_value_heads=2: must be left out: in lsh each head has keys and values of its own",
-        ),
-        (
-            {"type": "routing", "clusters": 5, "window": 6, "key_value_heads": 2},
-            "attention.key_value_heads=2: must be left out: in routing each head has keys and values of its own",
-        ),
-    ],
-)  # fmt: skip
-def test_heads_that_do_not_fit_are_named(attention: Any, line: str) -> None:
-    assert_refused(line, attention=attention)

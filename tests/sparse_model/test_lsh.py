@@ -13,7 +13,6 @@ from longstride.launcher.planning.costs import work
 from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.mixers.lsh import HashedAttention
 from tests.harness.configs import small
-from tests.sparse_model.test_config import assert_refused
 
 
 def hashed(**changes: Any) -> dict[str, Any]:
@@ -118,16 +117,3 @@ def test_rotations_cost_a_forward_pass_alone() -> None:
     few, many = (work(small(**hashed(buckets=buckets))).whole for buckets in (4, 12))
     assert many.forward - few.forward == 2 * 40 * 4 * 3 * 16 * (6 - 2)
     assert many.backward == few.backward
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        (hashed(buckets=7), "attention.buckets=7: each rotation gives two; nearest 6 or 8"),
-        (hashed(buckets=1), "attention.rounds=3: are all equal with a single bucket; nearest 1"),
-        (hashed() | {"query_key_norm": True}, 'attention.type="lsh": has keys of unit length'),
-        (hashed() | {"backend": "flex"}, 'attention.type="lsh": needs another backend than "flex"'),
-    ],
-)
-def test_wrong_settings_are_named(changes: dict[str, Any], line: str) -> None:
-    assert_refused(line, **changes)

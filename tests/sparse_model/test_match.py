@@ -9,7 +9,6 @@ from torch import Tensor
 from longstride.kernels.selections import selection_mask
 from longstride.sparse_model import Session, SparseTransformer
 from tests.harness.configs import small
-from tests.sparse_model.test_config import assert_refused
 
 
 def model_of(window: int, order: int, matches: int, **changes: Any) -> SparseTransformer:
@@ -91,14 +90,3 @@ def test_a_call_without_tokens_is_refused() -> None:
         mixer(torch.zeros(1, 40, 64, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"^matches follow from tokens"):
         mixer.weights(torch.zeros(1, 40, 64, dtype=torch.float64))(torch.arange(3), 0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"window": 4, "order": 1}, "attention.order=1: must be "),
-        ({"window": 4, "stride": 3}, "attention.stride"),
-    ],
-)
-def test_wrong_values_are_named(changes: dict[str, Any], line: str) -> None:
-    assert_refused(line, attention={"type": "match", **changes})

@@ -13,7 +13,6 @@ from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.mixers import moba
 from tests.harness.configs import small
 from tests.harness.stochastic import with_gradients
-from tests.sparse_model.test_config import assert_refused
 
 # Positions, block, top: ragged, a block of one, the own block alone, more blocks than are there, one block.
 CASES = [(40, 6, 3), (37, 1, 5), (24, 8, 1), (20, 5, 4), (7, 7, 1), (5, 8, 3)]
@@ -70,14 +69,3 @@ def test_equal_scores_choose_the_earlier_block() -> None:
     q, k = torch.ones(1, 1, 24, 4), torch.ones(1, 1, 24, 4)
     numbers = moba.choices(q, moba.means(k, 4), 4, 3)[0, 0]
     assert numbers[::4].tolist() == [[-1, -1], [0, -1], [0, 1], [0, 1], [0, 1], [0, 1]]
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"block": 41, "top": 1}, "attention.block=41: must be at most context 40"),
-        ({"block": 8, "top": 6}, "attention.top=6: context 40 has 5 blocks; at most 5"),
-    ],
-)
-def test_blocks_that_do_not_fit_are_named(changes: dict[str, Any], line: str) -> None:
-    assert_refused(line, attention={"type": "moba", **changes})

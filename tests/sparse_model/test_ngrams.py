@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from longstride.sparse_model import ModelConfig, Ngrams, SparseTransformer
 from tests.harness.configs import small
-from tests.sparse_model.test_config import assert_refused
 
 TABLES = {"orders": [2, 3, 5], "rows": 70_000}  # the pairs of bytes have rows of their own, longer n-grams share some
 
@@ -119,18 +118,3 @@ def test_configuration_is_written_only_where_it_is_asked_for() -> None:
     config = small(ngrams=TABLES)
     assert config.model_dump(mode="json")["ngrams"] == TABLES
     assert ModelConfig.model_validate(config.model_dump(mode="json")) == config
-
-
-@pytest.mark.parametrize(
-    ("tables", "line"),
-    [
-        ({"rows": 0}, "ngrams.rows=0: must be greater than 0"),
-        ({"rows": 2**29}, "ngrams.rows=536870912: of 5 orders must be below 2**31 in all; at most 429496729"),
-        ({"rows": 8, "orders": [3, 2]}, "ngrams.orders=[3, 2]: must ascend; such as [2, 3]"),
-        ({"rows": 8, "orders": [1, 2]}, "ngrams.orders[0]=1: must be greater than or equal to 2"),
-        ({"rows": 8, "orders": [2, 40]}, "ngrams.orders=[2, 40]: the longest must be below context 40"),
-        ({"orders": [2]}, "ngrams.rows: required, and missing"),
-    ],
-)
-def test_wrong_tables_are_refused(tables: dict[str, Any], line: str) -> None:
-    assert_refused(line, ngrams=tables)

@@ -16,7 +16,6 @@ from longstride.kernels import ConfigError
 from longstride.sparse_model import Session, SparseTransformer
 from longstride.sparse_model.objectives import Masked
 from tests.harness.configs import MASKED, TWO_SIDED, small
-from tests.sparse_model.test_config import assert_refused
 
 V = 200
 every_system = pytest.mark.parametrize("name", TWO_SIDED)
@@ -116,33 +115,6 @@ def test_rows_read_both_sides_but_no_target_and_no_padding(name: str) -> None:
         padding = extra["inputs"].clone()
         padding[2, 23:] = 5
         assert torch.equal(model(padding, real=extra["real"])[2, :23], before[2, :23])
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"attention": {"type": "dense"}}, "attention: dense reads no later positions, and objective masked needs"),
-        ({"attention": {"type": "moba", "block": 4, "top": 2}}, "attention: moba reads no later positions"),
-        ({"attention": {"type": "lsh", "buckets": 4, "chunk": 5}}, "attention: lsh reads no later positions, and obj"),
-        ({"attention": {"type": "routing", "clusters": 4, "window": 5}}, "attention: routing reads no later positions"),
-        (
-            {
-                "objective": {"type": "autoregressive"},
-                "attention": {"type": "entmax", "pattern": {"type": "local", "window": 3, "causal": False}},
-            },
-            "attention: local reads later positions, which objective autoregressive predicts; leave out",
-        ),
-        ({"convolution": 3, "attention": {"type": "dense", "causal": False}}, "convolution: reads no later pos"),
-        ({"ngrams": {"rows": 9}}, "ngrams: reads no later positions"),
-        ({"objective": {"type": "autoregressive"}}, "attention: linformer reads later positions, which objective auto"),
-        ({"objective": {"type": "mask"}}, 'objective.type="mask": is not known; nearest masked'),
-        ({"objective": {**MASKED, "random": 0.7, "unchanged": 0.4}}, "objective.unchanged=0.4: must be at most 0.3"),
-        ({"rotary": {"base": 1000}}, 'attention.type="linformer": adds up keys of all positions, which rotary turns'),
-        ({"attention": {"type": "linformer", "rows": 41}}, "attention.rows=41: must be at most context 40"),
-    ],
-)  # fmt: skip
-def test_parts_that_read_the_wrong_sides_are_refused(changes: dict[str, Any], line: str) -> None:
-    assert_refused(line, **{"objective": MASKED, **TWO_SIDED["linformer"], **changes})
 
 
 @pytest.mark.parametrize("mask", ["learned", "zero"])

@@ -23,7 +23,6 @@ from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.objectives import Masked, Permuted
 from tests.harness.backends import DEVICES, on
 from tests.harness.configs import small
-from tests.sparse_model.test_config import assert_refused
 
 V = 200
 MPNET = {"type": "permuted", "share": 0.3, "span": 2}
@@ -293,24 +292,6 @@ def test_work_counts_the_rows_and_pairs_of_both_streams(objective: dict[str, Any
 
 
 PACKED = 'permuted permutes whole contexts; take data.packing {"attend": "context"}'
-NOT_DENSE = 'decides who reads whom, which objective permuted does; take {"type": "dense", "causal": false}'
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"attention": {"type": "dense"}}, f"attention: dense {NOT_DENSE}"),
-        ({"attention": {"type": "linformer", "rows": 4}}, f"attention: linformer {NOT_DENSE}"),
-        ({"attention": {"type": "moba", "block": 4, "top": 2}}, f"attention: moba {NOT_DENSE}"),
-        ({"convolution": 3}, "convolution: reads no later positions, and objective permuted needs both sides; set it"),
-        ({"ngrams": {"rows": 9}}, "ngrams: reads no later positions, and objective permuted needs both sides; set it"),
-        ({"feed_forward": {"type": "experts", "count": 2, "capacity": 1.0}}, "feed_forward: experts with a capacity"),
-        ({"backend": "flex"}, 'backend="flex": cannot compute objective permuted; take auto'),
-        ({"objective": {**XLNET, "random": 0.1}}, "objective.random=0.1: replaces masks, but compensate false has no"),
-    ],
-)  # fmt: skip
-def test_parts_that_the_order_does_not_suit_are_refused(changes: dict[str, Any], line: str) -> None:
-    assert_refused(line, **{"objective": MPNET, "attention": DENSE, **changes})
 
 
 def test_documents_and_shared_contexts_are_refused() -> None:

@@ -11,7 +11,6 @@ from longstride.launcher.planning.costs import dense_pairs, work
 from longstride.sparse_model import SparseTransformer
 from tests.harness.configs import small
 from tests.harness.stochastic import with_gradients
-from tests.sparse_model.test_config import assert_refused
 from tests.sparse_model.test_transformer import awake
 
 C, H, N, D = 64, 4, 40, 16
@@ -170,17 +169,3 @@ def test_pairs_are_at_most_what_is_counted() -> None:
         assert counted.pairs == read <= dense_pairs(config)
         heads = H if "local" in changes else H - 1
         assert counted.bound == f"at most {mixer.config.window} keys a query of {heads} routed heads"
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"decay": 1.0}, "attention.decay=1.0: must be less than 1"),
-        ({"keys": "rooted"}, 'attention.keys="rooted": must be '),
-        ({"local": {"heads": 4, "window": 3}}, "attention.local.heads=4: must be below heads=4, as some heads are "),
-        ({"backend": "flex"}, 'attention.type="routing": needs another backend than "flex"; nearest "auto"'),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_named_in_one_line(changes: dict[str, Any], line: str) -> None:
-    model = {key: changes.pop(key) for key in ("backend",) if key in changes}
-    assert_refused(line, **routing(**changes), **model)

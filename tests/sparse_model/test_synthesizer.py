@@ -13,7 +13,6 @@ from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.mixers.synthesizer import KINDS
 from tests.harness.configs import small
 from tests.harness.stochastic import with_gradients
-from tests.sparse_model.test_config import assert_refused
 from tests.sparse_model.test_transformer import awake
 
 SUMMARY = {"type": "summary", "stride": 8, "summary": 2, "num_summaries": 2}  # heads differ, and some rows are blind
@@ -147,40 +146,3 @@ def test_operations_are_those_that_torch_counts() -> None:
     products = work(small(**synthesizer(["dense", "factorized_random"], hidden=8, rank=3))).whole
     assert (planned.pairs, planned.scores) == (products.pairs, 0)
     assert (products.scores, products.values) == (2 * products.pairs * (8 + 3), 2 * products.pairs * 16)
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"kind": "randm"}, 'attention.kind="randm": must be a kind of scores, or a list of them; nearest random'),
-        ({"kind": ["dense", "rnd"]}, 'attention.kind=["dense", "rnd"]: must be a kind of scores, or a list of them; '),
-        ({"kind": []}, "attention.kind=[]: must name each kind once"),
-        ({"kind": ["dense", "dense"]}, 'attention.kind=["dense", "dense"]: must name each kind once'),
-        ({"kind": "attention"}, 'attention.kind="attention": is plain attention; use '),
-        (
-            {"kind": "random", "rank": 3},
-            "attention.rank=3: only applies to factorized_random, and kind is random; leave it out",
-        ),
-        (
-            {"kind": "random", "hidden": 3},
-            "attention.hidden=3: only applies to dense and factorized_dense, and kind is random",
-        ),
-        (
-            {"kind": "dense", "fixed": True},
-            "attention.fixed=true: only applies to random and factorized_random, and kind is",
-        ),
-        ({"kind": "factorized_dense", "blocks": 7}, "attention.blocks=7: must divide context 40; nearest 8"),
-        ({"kind": "dense", "pattern": {"type": "loca", "window": 3}}, 'attention.pattern.type="loca": must be a '),
-        ({"kind": "dense", "pattern": {"type": "fixed", "index": 1}}, "attention.pattern.index=1: must be left out"),
-        (
-            {"kind": "dense", "pattern": {"type": "fixed", "stride": 7, "summary": 1}},
-            "attention.pattern.stride=7: must divide context 40; nearest 5, 8",
-        ),
-        ({"kind": "dense", "rotary": {}}, "rotary: only applies to attention, and no layer uses attention; remove it "),
-        ({"kind": "random", "query_key_norm": True}, "query_key_norm: only applies to attention, and no layer "),
-        ({"kind": "random", "query_key_ratio": 0.5}, "query_key_ratio=0.5: only applies to attention, and no layer "),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_named_in_one_line(changes: dict[str, Any], line: str) -> None:
-    model = {key: changes.pop(key) for key in ("rotary", "query_key_norm", "query_key_ratio") if key in changes}
-    assert_refused(line, attention={"type": "synthesizer", **changes}, **model)

@@ -15,7 +15,6 @@ from longstride.sparse_model.mixers.synthesizer import Synthesizer
 from longstride.testing.cache import several
 from longstride.testing.comparisons import UndeclaredError
 from tests.harness.configs import ATTENTIONS, SYSTEMS, small
-from tests.sparse_model.test_config import assert_refused
 from tests.sparse_model.test_transformer import awake
 
 every_system = pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
@@ -109,48 +108,6 @@ def test_heads_say_what_multihead_says() -> None:
         small(attention={"heads": [fixed]}).layer_patterns()
         == small(attention=ATTENTIONS["fixed multihead"]).layer_patterns()
     )
-
-
-@pytest.mark.parametrize(
-    ("attention", "line"),
-    [
-        ({"heads": []}, "attention.heads: must be a list of 1 to 4 objects, one for each head; it has 0"),
-        ({"heads": 4}, "attention.heads: must be a list of patterns with counts"),
-        ({"heads": [{"type": "dense"}]}, "attention.heads[0].count: missing: how many heads have this pattern"),
-        ({"heads": [{"count": 0, "type": "dense"}]}, "attention.heads[0].count=0: must be an integer from 1 to heads="),
-        ({"heads": [{"count": 3, "type": "dense"}]}, "attention.heads=[3]: counts add up to 3; must be heads=4"),
-        ({"heads": [{"count": 4, "type": "dens"}]}, 'attention.heads[0].type="dens": must be a pattern'),
-        ({"heads": [{"count": 4, "type": "column", "stride": 7}]}, "attention.heads[0].stride=7: must divide"),
-        ({"heads": [{"cout": 4, "type": "dense"}]}, "attention.heads[0].count: missing"),
-        (
-            {"heads": [{"count": 4, "type": "strided", "stride": 8, "combine": "interleaved"}]},
-            'attention.heads[0].combine="interleaved": takes turns by layer',
-        ),
-        (
-            {"heads": [{"count": 3, "type": "strided", "stride": 8, "combine": "multihead"}]},
-            'attention.heads[0].combine="multihead": strided splits over 2 factors',
-        ),
-        ({"heads": [{"count": 4, "type": "dense"}], "type": "dense"}, "attention.type: must be inside the entries"),
-        ({"head": [{"count": 4, "type": "dense"}]}, "attention.head: unknown key; nearest heads"),
-        ([{"type": "dense"}, {"heads": [{"count": 5, "type": "dense"}]}], "attention[1].heads[0].count=5: must be"),
-    ],
-)  # fmt: skip
-def test_wrong_groups_of_heads_are_named(attention: Any, line: str) -> None:
-    assert_refused(line, attention=attention)
-
-
-@pytest.mark.parametrize(
-    ("feed_forward", "line"),
-    [
-        ([], "feed_forward: must be a list of 1 to 20,000 objects, one for each feed-forward; it has 0"),
-        ("dense", 'feed_forward="dense": must be an object, or a list of them'),
-        ({"type": "expert"}, 'feed_forward.type="expert": is not known; '),
-        ([{}, {"activation": "relu"}], 'feed_forward[1].activation="relu": must be '),
-        ({"actvation": "relu"}, "feed_forward.actvation: unknown key; nearest activation"),
-    ],
-)
-def test_wrong_feed_forwards_are_named(feed_forward: Any, line: str) -> None:
-    assert_refused(line, feed_forward=feed_forward)
 
 
 @every_system
