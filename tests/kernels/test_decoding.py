@@ -146,13 +146,21 @@ def test_any_scale(backend: str, scale: float) -> None:
     check(backend, Strided(8), torch.float32, Shape(2, 2, 50, 16, 16), scale=scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_caches_may_lie_head_by_head_or_position_by_position(backend: str) -> None:
-    q, k, v = (x.to(DEVICES[backend]) for x in make_inputs(Shape(2, 3, 40, 16, 16), torch.float32)[:3])
+def test_a_query_has_the_same_bits_again_and_by_a_tensor(backend: str, dtype: torch.dtype) -> None:
+    """And nearly the same from caches that lie position by position."""
+    q, k, v = (x.to(DEVICES[backend]) for x in make_inputs(Shape(2, 2, 72, 16, 16), torch.float32)[:3])
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
-    for pattern in (Fixed(8, 2), Strided(8)):
-        found = attend_one(q[:, :, 30], *turned, pattern, 30, backend=backend)
-        torch.testing.assert_close(found, attend_one(q[:, :, 30], k, v, pattern, 30, backend=backend))
+    for pattern, position in ((Dense(), 70), (Column(7), 71), ([Strided(8), Fixed(8, 2)], 16)):
+        stored = torch.tensor(position, dtype=dtype, device=k.device)
+        wanted, repeated, by_tensor, by_position = (
+            attend_one(q[:, :, 5], *caches, pattern, at, backend=backend, return_lse=True)
+            for caches, at in (((k, v), position), ((k, v), position), ((k, v), stored), (turned, position))
+        )
+        for found in (repeated, by_tensor):
+            assert all(map(torch.equal, found, wanted))
+        torch.testing.assert_close(by_position, wanted)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -168,14 +176,6 @@ def test_a_query_without_keys_is_zero(backend: str, context: int) -> None:
     k = torch.randn(1, 2, context, 16, device=DEVICES[backend])
     out, lse = attend_one(k[:, :, 2], k, k, Summary(8, 2), 2, backend=backend, return_lse=True)
     assert not out.any() and bool((lse == -math.inf).all())
-
-
-@pytest.mark.parametrize("pattern", [Dense(), Strided(8), Column(7)], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_two_runs_give_the_same_bits(backend: str, pattern: Pattern) -> None:
-    q, k, v = (x.to(DEVICES[backend]) for x in make_inputs(Shape(2, 2, 72, 16, 16), torch.float32)[:3])
-    runs = [attend_one(q[:, :, 70], k, v, pattern, 70, backend=backend, return_lse=True) for _ in range(2)]
-    assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
 
 
 def test_autocast_leaves_the_products_wide() -> None:
@@ -323,17 +323,6 @@ def test_positions_that_are_none_are_refused(position: Any) -> None:
     with pytest.raises(ValueError, match="position is on meta: cpu reads an int, or a tensor on the CPU"):
         elsewhere = torch.tensor(1, device="meta")
         attend_one(torch.zeros(1, 2, 16), *[torch.zeros(1, 2, 9, 16)] * 2, Dense(), elsewhere, backend="cpu")
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_position_may_be_a_tensor(backend: str, dtype: torch.dtype) -> None:
-    q, k, v = (x.to(DEVICES[backend]) for x in make_inputs(Shape(1, 2, 40, 16, 16), torch.float32)[:3])
-    patterns = [Strided(8), Fixed(8, 2)]
-    for position in (0, 16, 39):
-        wanted = attend_one(q[:, :, 5], k, v, patterns, position, backend=backend)
-        stored = torch.tensor(position, dtype=dtype, device=k.device)
-        assert torch.equal(attend_one(q[:, :, 5], k, v, patterns, stored, backend=backend), wanted)
 
 
 @WITH_TRITON
