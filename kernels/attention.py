@@ -24,7 +24,6 @@ from longstride.kernels.patterns import PATTERNS, Pattern, pattern_from_json, pa
 from longstride.kernels.selections import Selection, queries_behind
 
 BACKENDS = ("triton", "cpu", "reference", "flex")
-ALL_QUERIES = -1  # sentinel for the op's ``first_query``: queries and keys have the same length
 ADVICE = 'backend="reference" runs everywhere, with memory that grows with N^2'
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -98,8 +97,7 @@ def sparse_attention(
         out, lse = module.attend(q, k, v, patterns, scale, first_query or 0)
     else:
         encode = _encode if torch.compiler.is_compiling() else _encode_cached
-        first = ALL_QUERIES if first_query is None else first_query
-        out, lse = _attention(q, k, v, encode(patterns), scale, backend, first)
+        out, lse = _attention(q, k, v, encode(patterns), scale, backend, first_query)
     return (out, lse) if return_lse else out
 
 
@@ -285,27 +283,27 @@ def _decode(patterns: str, context: int) -> tuple[Pattern, ...]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str, first_query: int
+    q: Tensor, k: Tensor, v: Tensor, patterns: str, scale: float, backend: str, first_query: int | None
 ) -> tuple[Tensor, Tensor]:
-    module = load(backend)
-    if first_query == ALL_QUERIES:
-        return module.forward(q, k, v, _decode(patterns, k.shape[2]), scale)
-    return module.selected_forward(q, k, v, _selection(q, k, patterns, first_query), scale)
+    module, decoded = load(backend), _decode(patterns, k.shape[2])
+    if first_query is None:
+        return module.forward(q, k, v, decoded, scale)
+    return module.selected_forward(q, k, v, _behind(decoded, q, k, first_query), scale)
 
 
 def _backward(
-    saved: Saved, patterns: str, scale: float, backend: str, first_query: int
+    saved: Saved, patterns: str, scale: float, backend: str, first_query: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    module = load(backend)
-    if first_query == ALL_QUERIES:
-        return module.backward(saved, _decode(patterns, saved.k.shape[2]), scale)
-    return module.selected_backward(saved, _selection(saved.q, saved.k, patterns, first_query), scale)
+    module, decoded = load(backend), _decode(patterns, saved.k.shape[2])
+    if first_query is None:
+        return module.backward(saved, decoded, scale)
+    return module.selected_backward(saved, _behind(decoded, saved.q, saved.k, first_query), scale)
 
 
-def _selection(q: Tensor, k: Tensor, patterns: str, first_query: int) -> Selection:
-    return queries_behind(_decode(patterns, k.shape[2]), q.shape[0], first_query, q.shape[2], k.shape[2], q.device)
+def _behind(patterns: tuple[Pattern, ...], q: Tensor, k: Tensor, first_query: int) -> Selection:
+    return queries_behind(patterns, q.shape[0], first_query, q.shape[2], k.shape[2], q.device)
 
 
 _attention = attention_op(
-    "attention", "str patterns, float scale, str backend, SymInt first_query", _forward, _backward
+    "attention", "str patterns, float scale, str backend, SymInt? first_query", _forward, _backward
 )

@@ -158,29 +158,6 @@ def num_pairs(pattern: Pattern, context: int) -> int:
     return sum(b.num_pairs() if isinstance(b, Bounds) else int((b.high - b.low).sum()) for b in bounds)
 
 
-@cached
-def is_causal(pattern: Pattern, context: int) -> bool:
-    """Whether no query of this head's pattern reads a later position. Takes N log N steps."""
-    for part in query_views(pattern, context):
-        low, high = intervals_of(part.bounds)
-        positions, columns = (positions_of(order) for order in (part.row_order, part.column_order))
-        positions = torch.arange(context) if positions is None else positions
-        if columns is None:
-            if bool(((high > positions + 1) & (low < high)).any()):
-                return False
-            continue
-        # The last position in each run of 1, 2, 4 … columns: two such runs cover any interval.
-        width, latest = 1, columns
-        while len(latest):
-            some = (high - low >= width) & (high - low < 2 * width)
-            reached = torch.maximum(latest[low[some]], latest[high[some] - width])
-            if bool((reached > positions[some]).any()):
-                return False
-            latest = torch.maximum(latest[:-width], latest[width:])
-            width *= 2
-    return True
-
-
 def transposed(intervals: Intervals, num_columns: int) -> Intervals:
     """Return the rows of each column: an interval too, as neither bound of the rows decreases."""
     column = torch.arange(num_columns)

@@ -107,6 +107,17 @@ class PatternDefaults:
         }
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
+    def require_fields(self, *positive: str) -> None:
+        """Raise ConfigError unless these fields are positive integers, ``causal`` is a bool, and ``align`` fits it."""
+        for name in positive:
+            require_positive(name, getattr(self, name))
+        require_boolean("causal", self.causal)
+        align = getattr(self, "align", "row")
+        if align not in ("row", "target"):
+            raise ConfigError.at("align", align, "must be row or target")
+        if align == "target" and not self.causal:
+            raise ConfigError.at("align", align, 'needs a causal pattern; remove it, or "causal": false')
+
     def for_head(self, head: int) -> Pattern:
         return self  # type: ignore[return-value]
 
@@ -144,14 +155,6 @@ def require_boolean(name: str, value: object) -> None:
     """Raise ConfigError unless the value is a bool."""
     if not isinstance(value, bool):
         raise ConfigError.at(name, value, "must be true or false")
-
-
-def require_align(value: object, causal: bool) -> None:
-    """Raise ConfigError unless the value is an ``Align``, and "row" if the pattern is not causal."""
-    if value not in ("row", "target"):
-        raise ConfigError.at("align", value, "must be row or target")
-    if value == "target" and not causal:
-        raise ConfigError.at("align", value, 'needs a causal pattern; remove it, or "causal": false')
 
 
 def divisors(number: int) -> list[int]:

@@ -16,7 +16,6 @@ from longstride.kernels.patterns.base import (
     Pattern,
     PatternDefaults,
     PatternPart,
-    require_boolean,
     require_divides,
     require_positive,
 )
@@ -62,13 +61,13 @@ class BigBird(PatternDefaults):
     def __post_init__(self) -> None:
         for name, least in (("block", 1), ("window", 1), ("globals", 0), ("random", 0), ("seed", 0)):
             require_positive(name, getattr(self, name), least)
+        self.require_fields()
         if self.random > MOST_DRAWS:
             raise ConfigError.at("random", self.random, f"must be at most {MOST_DRAWS}; such as 3")
         if self.seed > BITS:
             raise ConfigError.at("seed", self.seed, f"must be below 2**32; largest {BITS}")
         if self.index is not None:
             require_positive("index", self.index, least=0)
-        require_boolean("causal", self.causal)
         draws_from_all = self.random > 0 and not self.causal
         if draws_from_all and self.context is None:
             rule = 'missing; "causal": false draws from all blocks: give the model\'s context'

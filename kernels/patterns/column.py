@@ -14,16 +14,7 @@ from torch import Tensor
 from typing_extensions import Doc
 
 from longstride.kernels.forms import Bound, Bounds, Fold, Intervals, Order, constant, positions_of, whole
-from longstride.kernels.patterns.base import (
-    Align,
-    Causal,
-    PatternDefaults,
-    PatternPart,
-    require_align,
-    require_boolean,
-    require_divides,
-    require_positive,
-)
+from longstride.kernels.patterns.base import Align, Causal, PatternDefaults, PatternPart, require_divides
 
 
 def column_order(context: int, stride: int) -> Order:
@@ -52,9 +43,7 @@ class Column(PatternDefaults):
     left_out_at_default = ("align", "causal")
 
     def __post_init__(self) -> None:
-        require_positive("stride", self.stride)
-        require_boolean("causal", self.causal)
-        require_align(self.align, self.causal)
+        self.require_fields("stride")
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         if not self.causal:

@@ -19,7 +19,6 @@ from longstride.kernels.patterns.base import (
     SinglePart,
     require_boolean,
     require_divides,
-    require_positive,
 )
 
 
@@ -55,8 +54,7 @@ class Block(Blocks, SinglePart):
     left_out_at_default = ("causal",)
 
     def __post_init__(self) -> None:
-        require_positive("stride", self.stride)
-        require_boolean("causal", self.causal)
+        self.require_fields("stride")
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         in_block = q // self.stride == k // self.stride
@@ -99,14 +97,12 @@ class Summary(Blocks):
     left_out_at_default = ("causal",)
 
     def __post_init__(self) -> None:
-        for name in ("stride", "summary", "num_summaries"):
-            require_positive(name, getattr(self, name))
+        self.require_fields("stride", "summary", "num_summaries")
         if self.summary * self.num_summaries > self.stride:
             rule = f"summary x num_summaries must not exceed stride {self.stride}"
             largest = max(1, self.stride // self.num_summaries)
             raise ConfigError.at("summary", self.summary, f"{rule}; largest {largest}")
         require_boolean("include_self", self.include_self)
-        require_boolean("causal", self.causal)
         if self.index is not None and (type(self.index) is not int or not 0 <= self.index < self.num_summaries):
             raise ConfigError.at("index", self.index, f"must be 0 to {self.num_summaries - 1}, or left out")
 

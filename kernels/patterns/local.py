@@ -17,10 +17,7 @@ from longstride.kernels.patterns.base import (
     PatternDefaults,
     PatternPart,
     SinglePart,
-    require_align,
-    require_boolean,
     require_divides,
-    require_positive,
 )
 from longstride.kernels.patterns.column import Entries
 
@@ -34,7 +31,7 @@ class Dense(SinglePart):
     left_out_at_default = ("causal",)
 
     def __post_init__(self) -> None:
-        require_boolean("causal", self.causal)
+        self.require_fields()
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         return k <= q if self.causal else (q == q) & (k == k)  # all, of the broadcast shape
@@ -74,10 +71,7 @@ class Local(PatternDefaults):
     left_out_at_default = ("dilation", "align", "causal")
 
     def __post_init__(self) -> None:
-        require_positive("window", self.window)
-        require_positive("dilation", self.dilation)
-        require_boolean("causal", self.causal)
-        require_align(self.align, self.causal)
+        self.require_fields("window", "dilation")
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         (part,) = self.parts()

@@ -11,16 +11,7 @@ from typing_extensions import Doc
 
 from longstride.kernels.errors import ConfigError
 from longstride.kernels.forms import Bound, Bounds, Fold, Order, constant, whole
-from longstride.kernels.patterns.base import (
-    Align,
-    Causal,
-    PatternDefaults,
-    PatternPart,
-    require_align,
-    require_boolean,
-    require_divides,
-    require_positive,
-)
+from longstride.kernels.patterns.base import Align, Causal, PatternDefaults, PatternPart, require_divides
 from longstride.kernels.patterns.column import Entries, column_order
 from longstride.kernels.patterns.local import Local, Window
 
@@ -48,10 +39,7 @@ class Longformer(PatternDefaults):
     left_out_at_default = ("align", "causal")
 
     def __post_init__(self) -> None:
-        for name in ("window", "dilation", "globals"):
-            require_positive(name, getattr(self, name))
-        require_boolean("causal", self.causal)
-        require_align(self.align, self.causal)
+        self.require_fields("window", "dilation", "globals")
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         window = Local(self.window, self.dilation, self.align, self.causal).mask(q, k)

@@ -18,8 +18,6 @@ from longstride.kernels.patterns.base import (
     Pattern,
     PatternDefaults,
     PatternPart,
-    require_align,
-    require_boolean,
     require_divides,
     require_positive,
 )
@@ -54,14 +52,12 @@ class Strided(PatternDefaults):
     left_out_at_default = ("num_factors", "align", "causal")
 
     def __post_init__(self) -> None:
-        require_positive("stride", self.stride)
+        self.require_fields("stride")
         if self.span not in ("paper", "released"):
             raise ConfigError.at("span", self.span, "must be paper or released")
         require_positive("num_factors", self.num_factors, least=2)
         if self.num_factors > MOST_FACTORS:
             raise ConfigError.at("num_factors", self.num_factors, f"must be at most {MOST_FACTORS}")
-        require_boolean("causal", self.causal)
-        require_align(self.align, self.causal)
 
     def mask(self, q: Tensor, k: Tensor) -> Tensor:
         return reduce(or_, (factor.mask(q, k) for factor in self.factors()))

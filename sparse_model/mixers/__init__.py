@@ -62,14 +62,7 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
     Raises:
         ConfigError: paths are relative to the model, as ``attention.stride`` or ``attention[1].stride``.
     """
-    listed = isinstance(value, list)  # an explicit cycle: one entry for each layer
-
-    def parse(entry: Any) -> Sequence[MixerConfig]:
-        mixers = _from_entry(entry, network, listed)
-        for mixer in mixers:
-            mixer.check(network, network.context)
-        return mixers
-
+    parse = partial(_from_entry, network=network, listed=isinstance(value, list))
     cycle = parse_entries("attention", value, parse, min(MOST_LAYERS, MOST_HEADS_IN_ALL // network.heads), "layer")
     _check_shared(cycle[: network.layers], network)
     if any(mixer.has_queries for mixer in cycle[: network.layers]):
@@ -97,7 +90,10 @@ def _check_shared(mixers: Sequence[MixerConfig], network: NetworkConfig) -> None
 
 
 def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[MixerConfig]:
-    """Return the mixers of one object before it repeats: several only if a pattern is interleaved."""
+    """Return the mixers of one object before it repeats: several only if a pattern is interleaved.
+
+    ``listed``: it is an entry of a list, an explicit cycle.
+    """
     if not isinstance(entry, dict):
         raise ConfigError(Problem("", "must be a pattern object, or a list of them"))
     kind = entry.get("type")
@@ -107,6 +103,7 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
                 SHARED, entry[SHARED], f"must be left out: in {kind} each head has keys and values of its own"
             )
         mixer: Any = config.model_validate(entry)
+        mixer.check(network, network.context)
         return [mixer]
     shared = entry.get(SHARED)
     if shared is not None and (not isinstance(shared, int) or isinstance(shared, bool) or shared < 1):
@@ -125,7 +122,10 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
             splits = [[factor] for factor in factors]
         layers = [_split(patterns, network.heads, entry) for patterns in splits]
     mixer_type = HeadPatterns if network.relative_bias is None else BiasedPatterns
-    return [mixer_type(tuple(p.for_head(head) for head, p in enumerate(layer)), shared) for layer in layers]
+    mixers = [mixer_type(tuple(p.for_head(head) for head, p in enumerate(layer)), shared) for layer in layers]
+    for mixer in mixers:
+        mixer.check(network, network.context)
+    return mixers
 
 
 def _mixer_class(kind: object) -> type[StrictModel] | None:

@@ -148,9 +148,9 @@ class Attention(Mixer):
         if state is not None and h.shape[1] == 1:
             q, k, v = self.heads_of_row(rows, first)
             return MixerOutput(self.projection(state.step(q, k, v, first).view(h.shape)))
-        if state is not None and first:
+        if state is not None:
             q, k, v = self.heads_of(rows, slice(first, first + h.shape[1]))
-            out = state.extend(q, k, v, first)
+            out = state.extend(q, k, v, first) if first else state.begin(q, k, v)
             return MixerOutput(self.projection(out.transpose(1, 2).flatten(2)))
         division = self.division
         places: Tensor | slice = division.positions(h.shape[1])
@@ -162,9 +162,7 @@ class Attention(Mixer):
         exchange = "heads"  # which does nothing with one process
         if division.size > 1:
             exchange = self.traffic(division, h.shape[1] * division.size, context.selection is not None).exchange
-        if state is not None:
-            output = MixerOutput(state.begin(q, k, v))
-        elif columns:
+        if columns:
             patterns = [_within_columns(pattern, division.size)[1] for pattern in self.patterns]
             output = MixerOutput(sparse_attention(q, k, v, patterns, backend=self.backend))
         elif exchange == "keys":

@@ -117,6 +117,6 @@ def test_the_ops_are_what_they_tell_compilers(backend: str, device: str, case: s
         parts = [tensor for part in selection_of(leaves[0]).parts for tensor in part]
         op, options = torch.ops.longstride.selected_attention, (parts, 7, False, 0.25, backend)
     else:
-        patterns, first = repr([{"type": "local", "window": 5}] * 2), 3 if case == "behind a cache" else -1
+        patterns, first = repr([{"type": "local", "window": 5}] * 2), 3 if case == "behind a cache" else None
         op, options = torch.ops.longstride.attention, (patterns, 0.25, backend, first)
     torch.library.opcheck(op.default, (*leaves, *options))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from longstride.kernels.backends import Saved, empty_like_rows
 from longstride.kernels.cache import cached
-from longstride.kernels.patterns import Pattern
-from longstride.kernels.plan import is_causal, num_pairs
+from longstride.kernels.patterns import Pattern, declares_causal
+from longstride.kernels.plan import num_pairs
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], scale: float) -> bool:
@@ -37,7 +37,7 @@ def _extent(pattern: Pattern, context: int) -> Literal["earlier", "all", "fewer"
     No pattern has more pairs than one that reads all, and no causal one more than one that reads all earlier positions.
     """
     pairs = num_pairs(pattern, context)
-    if pairs == context * (context + 1) // 2 and is_causal(pattern, context):
+    if pairs == context * (context + 1) // 2 and declares_causal(pattern):
         return "earlier"
     return "all" if pairs == context**2 else "fewer"
 

@@ -195,16 +195,9 @@ class SelectedSlab(NamedTuple):
     is_row: np.ndarray  # (b, R) False for padding
     first: np.ndarray  # (b,) of columns, in the piece's order
 
-    def rows_of(self, scratch: Scratch, name: str, x: Tensor) -> Tensor:
-        """Gather the queries' rows of (G * Q, D): (1, b * R, D)."""
-        return _gather(scratch, name, x, self.row_places)
-
-    def keys_of(self, scratch: Scratch, name: str, x: Tensor) -> Tensor:
-        """Gather the keys' rows of (G * N, D): (1, b * W, D)."""
-        return _gather(scratch, name, x, self.key_places)
-
 
 def _gather(scratch: Scratch, name: str, x: Tensor, places: np.ndarray) -> Tensor:
+    """Gather rows of (G * Q, D) or (G * N, D) at places (b, L): (1, b * L, D)."""
     out = scratch.take(f"{name} gathered", places.size, x.shape[-1], dtype=x.dtype)
     return torch.index_select(x, 0, torch.from_numpy(places.reshape(-1)), out=out)[None]
 
@@ -265,8 +258,8 @@ def _part_forward(
     outs[0, -1], lses[0, -1] = 0.0, -math.inf
     done = 0
     for slab in _slabs(scratch, parts, number, heads, context):
-        rows = slab.rows_of(scratch, "q", q)
-        keys, values = slab.keys_of(scratch, "k", k), slab.keys_of(scratch, "v", v)
+        rows = _gather(scratch, "q", q, slab.row_places)
+        keys, values = (_gather(scratch, name, x, slab.key_places) for name, x in (("k", k), ("v", v)))
         span = slice(done, done + rows.shape[1])
         slab_forward(slab.slab, scratch, rows, keys, values, outs[:, span], lses[:, span], scale / numbers.nats)
         inverse[slab.row_places[slab.is_row]] = np.arange(span.start, span.stop)[slab.is_row.reshape(-1)]
@@ -293,9 +286,10 @@ def _part_backward(
     rows = {name: x.flatten(0, 1) for name, x in rows.items()}
     done = 0
     for slab in _slabs(scratch, parts, number, heads, context):
-        by_row = [slab.rows_of(scratch, name, rows[name]) for name in ("q", "grad_out", "minus_lse", "minus_delta")]
+        names = ("q", "grad_out", "minus_lse", "minus_delta")
+        by_row = [_gather(scratch, name, rows[name], slab.row_places) for name in names]
         by_row[2][0, torch.from_numpy(~slab.is_row.reshape(-1))] = -math.inf  # so that their weights are 0
-        by_key = [slab.keys_of(scratch, name, rows[name]) for name in ("k", "v")]
+        by_key = [_gather(scratch, name, rows[name], slab.key_places) for name in ("k", "v")]
         span = slice(done, done + by_row[0].shape[1])
         keys, values = (scratch.take(f"slab {x}", 1, slab.key_places.size, widths[x], dtype=wide) for x in "kv")
         slab_backward(slab.slab, scratch, by_row, by_key, (grads_q[:, span], keys, values), (False, False), scale)
