@@ -21,6 +21,7 @@ from longstride.sparse_model.mixers.attention import Attention, AttentionConfig,
 from longstride.sparse_model.network import NetworkConfig, RelativePositions
 from longstride.sparse_model.part import PLAIN, BlockContext, HeadWidths, MixerOutput, Part, draw
 from longstride.sparse_model.rotary import Rotary
+from longstride.sparse_model.tiles import wide_of
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,16 @@ class RelativeBias(Part):
         draw(self.biases.weight, self.network, self.network.width)
 
     def forward(self) -> Tensor:
-        """Return the biases of keys at distances from 1 - N to N - 1 of a query, (H, 2N - 1)."""
-        last = self.network.context - 1
-        distances = torch.arange(-last, last + 1, device=self.biases.weight.device)
-        biases: Tensor = self.biases(bucket_of(distances, self.positions.buckets, self.positions.distance))
-        return biases.T
+        """Return the biases of keys at distances from 1 - N to N - 1 of a query, (H, 2N - 1), fp32 or fp64.
+
+        Their gradients are sums over all pairs, for which 16 bits are too few.
+        """
+        last, device = self.network.context - 1, self.biases.weight.device
+        biases = self.biases(torch.arange(self.positions.buckets, device=device))
+        distances = torch.arange(-last, last + 1, device=device)
+        buckets = bucket_of(distances, self.positions.buckets, self.positions.distance)
+        by_distance: Tensor = biases.T.to(wide_of(biases))[:, buckets]
+        return by_distance
 
 
 class BiasedAttention(Attention):

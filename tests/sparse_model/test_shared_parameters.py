@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from longstride.kernels import ConfigError
 from longstride.launcher.models.tensors import Shapes
 from longstride.sparse_model import SparseTransformer
-from longstride.sparse_model.mixers.relative_bias import bucket_of
+from longstride.sparse_model.mixers.relative_bias import BiasedAttention, RelativeBias, bucket_of
+from longstride.sparse_model.network import RelativePositions
+from longstride.sparse_model.part import BlockContext
 from tests.harness.configs import MASKED, small
 
 DENSE = {"type": "dense", "causal": False}
@@ -139,3 +141,16 @@ def test_layers_that_cannot_share_are_refused(changes: dict[str, Any], line: str
     with pytest.raises(ConfigError) as caught:
         small(**{"objective": MASKED, **changes})
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+def test_gradients_of_biases_are_summed_in_more_than_16_bits() -> None:
+    """A bucket's is a sum over thousands of pairs, of which bf16 would lose most."""
+    part = RelativeBias(small(**BIASES, objective=MASKED, context=400), RelativePositions(buckets=8, distance=20))
+    pairs = torch.arange(400)[None]
+    for dtype in (torch.float64, torch.bfloat16):
+        part.zero_grad()
+        biases = BiasedAttention._biases(BlockContext(shared=part.to(dtype)()), pairs, pairs)
+        biases.to(dtype).sum().backward()
+        counts = bucket_of(pairs - pairs.T, 8, 20).flatten().bincount(minlength=8)
+        expected = counts.double()[:, None].expand(8, 4)
+        torch.testing.assert_close(part.biases.weight.grad.double(), expected, rtol=2**-8, atol=0)
