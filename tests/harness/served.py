@@ -1,16 +1,22 @@
 """A server in a thread of this process, for blocking clients."""
 
 import asyncio
+import json
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from longstride.launcher.models import Exported, load_model
 from longstride.launcher.serving.application import Limits, Service
 from longstride.launcher.serving.sampler import Sampler
 from longstride.launcher.serving.serve import describe, listening
+from longstride.sparse_model import SparseTransformer, generate
 
 
 @contextmanager
@@ -30,3 +36,19 @@ def served(folder: Path, shared: bool = False, **changes: Any) -> Iterator[str]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def post_json(url: str, content: dict[str, Any]) -> tuple[int, str]:
+    """Return the status and the text of what a server answers to JSON."""
+    request = urllib.request.Request(url, json.dumps(content).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def alone(model: SparseTransformer, prompt: bytes, count: int, seed: int, **options: Any) -> bytes:
+    """Return the bytes of `longstride sample --seed`."""
+    tokens = torch.tensor([list(prompt)], dtype=torch.int64)
+    return bytes(map(int, generate(model, tokens, count, generator=torch.Generator().manual_seed(seed), **options)))

@@ -89,14 +89,18 @@ def tiny_export(
     return folder
 
 
-def random_export(folder: Path, **changes: Any) -> Path:
-    """Write an export of a text model with random parameters, which generates arbitrary bytes."""
+def random_export(folder: Path, data: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """Write an export of a small model with random parameters, which generates arbitrary bytes.
+
+    ``data`` is what config.json says of the training data; nothing is text.
+    """
     torch.manual_seed(0)
     config = plain_config(**changes)
     weights = {name: torch.randn_like(tensor) for name, tensor in SparseTransformer(config).state_dict().items()}
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"format": 1, "model": config.model_dump(mode="json")}))
+    content = {"format": 1, "model": config.model_dump(mode="json"), **({"data": data} if data else {})}
+    (folder / "config.json").write_text(json.dumps(content))
     return folder
 
 

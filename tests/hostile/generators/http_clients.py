@@ -42,6 +42,7 @@ MALFORMED: dict[str, tuple[bytes, set[int]]] = {
     "no method": (b" / HTTP/1.1\r\nHost: localhost\r\n\r\n", {400}),
     "a method nobody knows": (b"BREW /health HTTP/1.1\r\nHost: localhost\r\n\r\n", {400, 405}),
     "no version": (b"GET /health\r\n\r\n", {400, 403}),
+    "a greeting of TLS": (b"\x16\x03\x01\x00\xff\r\n\r\n", {400}),
     "words": (b"hello\r\nhow are you\r\n\r\n", {400}),
     "a path with a zero byte": (b"GET /\0 HTTP/1.1\r\nHost: localhost\r\n\r\n", {400, 404}),
     "a path of no UTF-8": (b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n", {400, 404}),

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longstride.data_pipelines.modalities.wav import mulaw_decode
-from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.chromium import Page, browser
 from tests.harness.runs import ROOT
+from tests.harness.tiny_models import random_export
 
 pytestmark = pytest.mark.browser
 
@@ -33,20 +33,8 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
 
 def make_export(folder: Path, kind: str, context: int) -> Path:
     """Export a model of random weights."""
-    torch.manual_seed(0)
-    config = ModelConfig.model_validate(
-        {
-            "context": context, "layers": 1, "heads": 2, "width": 32, "attention": {"type": "local", "window": 8},
-            "embedding": EMBEDDINGS[kind],
-        }
-    )  # fmt: skip
-    weights = {name: torch.randn_like(tensor) for name, tensor in SparseTransformer(config).state_dict().items()}
-    folder.mkdir()
-    save_file(weights, folder / "model.safetensors")
     data = {"modality": kind, "properties": {"rate": 8000} if kind == "audio" else {}}
-    content = {"format": 1, "model": config.model_dump(mode="json"), "data": data}
-    (folder / "config.json").write_text(json.dumps(content))
-    return folder
+    return random_export(folder, data, context=context, embedding=EMBEDDINGS[kind])
 
 
 @asynccontextmanager

@@ -20,8 +20,8 @@ from longstride.launcher.serving.completions import parse_completion
 from longstride.launcher.serving.metrics import Metrics
 from longstride.launcher.serving.request import SampleRequest
 from longstride.launcher.serving.sampler import End, Job, Piece, sample
-from longstride.sparse_model import Session, SparseTransformer, generate
-from tests.harness.served import served
+from longstride.sparse_model import Session, SparseTransformer
+from tests.harness.served import alone, post_json, served
 from tests.harness.tiny_models import EMBEDDINGS, plain_config, tiny_export
 
 
@@ -38,25 +38,13 @@ def url(exported: Path) -> Iterator[str]:
 
 def post(url: str, expected: int = 200, **content: Any) -> Any:
     """Return the answer to a completion as JSON, or the chunks of a stream."""
-    body = json.dumps({"model": "model"} | content).encode()
-    request = urllib.request.Request(f"{url}v1/completions", body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            text, status = response.read().decode(), response.status
-    except urllib.error.HTTPError as error:
-        text, status = error.read().decode(), error.code
+    status, text = post_json(f"{url}v1/completions", {"model": "model"} | content)
     assert status == expected, text
     if not content.get("stream") or status != 200:
         return json.loads(text)
     *events, last, empty = text.split("\n\n")
     assert (last, empty) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
-def alone(model: SparseTransformer, prompt: bytes, count: int, seed: int, **options: Any) -> bytes:
-    """Return the bytes of `longstride sample --seed`."""
-    tokens = torch.tensor([list(prompt)], dtype=torch.int64)
-    return bytes(map(int, generate(model, tokens, count, generator=torch.Generator().manual_seed(seed), **options)))
 
 
 def content_of(choice: dict[str, Any]) -> bytes:

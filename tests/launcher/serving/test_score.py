@@ -3,8 +3,6 @@
 import base64
 import json
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,21 +14,15 @@ from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.models import load_model
 from longstride.launcher.serving import sampler as sampler_module
 from longstride.launcher.serving.request import ScoreRequest, largest_body, parse_score
-from tests.harness.served import served
+from tests.harness.served import post_json, served
 from tests.harness.tiny_models import plain_config
 
 TEXT = "häh? " * 40  # 240 bytes, of a model whose context is 64
 
 
 def asked(url: str, path: str = "likelihood", **content: Any) -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(
-        f"{url}{path}", json.dumps(content).encode(), {"Content-Type": "application/json"}, method="POST"
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return response.status, json.loads(response.read().splitlines()[-1])
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+    status, text = post_json(f"{url}{path}", content)
+    return status, json.loads(text.splitlines()[-1])
 
 
 def test_nats_are_those_of_the_command_line(exported: Path) -> None:

@@ -20,6 +20,7 @@ from longstride.launcher.serving.application import Limits, Service
 from longstride.launcher.serving.sampler import Sampler
 from longstride.launcher.serving.serve import listening
 from longstride.sparse_model import SparseTransformer, generate
+from tests.harness.served import alone
 
 JSON = {"Content-Type": "application/json"}
 Gate = threading.Semaphore
@@ -83,12 +84,6 @@ def run(test: Callable[[Client], Awaitable[None]], model: SparseTransformer, **c
     asyncio.run(whole())
 
 
-def expected(model: SparseTransformer, prompt: bytes, count: int, seed: int, **options: Any) -> bytes:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = generate(model, torch.tensor([list(prompt)], dtype=torch.int64), count, generator=generator, **options)
-    return bytes(int(token) for token in tokens)
-
-
 async def lines(response: aiohttp.ClientResponse) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (await response.text()).splitlines()]
 
@@ -107,10 +102,10 @@ def test_sample_is_that_of_the_command_line(model: SparseTransformer) -> None:
         assert found[0] == {"seed": 5, "bytes": 40}
         assert found[-1] == {"done": True, "sampled": 40}
         options = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
-        assert sampled(found) == expected(model, "hä".encode(), 40, 5, **options)
+        assert sampled(found) == alone(model, "hä".encode(), 40, 5, **options)
         async with client.post({"bytes": 3}) as response:
             drawn = await lines(response)
-        assert sampled(drawn) == expected(model, b"", 3, drawn[0]["seed"])
+        assert sampled(drawn) == alone(model, b"", 3, drawn[0]["seed"])
 
     run(test, model)
 
@@ -123,7 +118,7 @@ def test_bytes_come_as_they_are_sampled(model: SparseTransformer, gate: Gate) ->
             first = b""
             while len(first) < 2:
                 first += base64.b64decode(json.loads(await response.content.readline())["base64"])
-            assert first == expected(model, b"", 2, 1)
+            assert first == alone(model, b"", 2, 1)
             gate.release(8)
             assert (await lines(response))[-1] == {"done": True, "sampled": 10}
 
@@ -169,32 +164,7 @@ def test_fifty_requests_at_once_are_answered_or_refused(
         async with client.session.get(f"{client.url}health") as response:
             assert await response.json() == {"status": "ok", "sampling": False, "waiting": 0}
         async with client.post({"prompt": "again", "bytes": 4, "seed": 9}) as response:
-            assert sampled(await lines(response)) == expected(model, b"again", 4, 9)
-
-    run(test, model)
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def test_what_is_no_http_is_refused_and_the_server_goes_on(
-    model: SparseTransformer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    async def test(client: Client) -> None:
-        _, _, address, *_ = client.url.split("/")
-        host, port = address.split(":")
-        bodies = {
-            b"\x16\x03\x01\x00\xff\r\n\r\n": (b"400",),
-            b"POST /sample HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n": (b"400",),
-            b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n": (b"431",),
-            b"GET /health HTTP/1.1\r\n\r\n": (b"400", b"403"),  # names no host, which newer aiohttp refuses itself
-        }
-        for body, wanted in bodies.items():
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(body)
-            status = (await reader.readline()).split()[1]
-            writer.close()
-            assert status in wanted, (body[:60], status)
-        async with client.session.get(f"{client.url}health") as response:
-            assert response.status == 200
+            assert sampled(await lines(response)) == alone(model, b"again", 4, 9)
 
     run(test, model)
     assert "Traceback" not in capfd.readouterr().err
@@ -217,7 +187,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(
             writer.transport.abort()
         await client.until(lambda: not client.sampler.contexts and not client.sampler.waiting)
         async with client.post({"bytes": 4, "seed": 9}) as response:
-            assert sampled(await lines(response)) == expected(model, b"", 4, 9)
+            assert sampled(await lines(response)) == alone(model, b"", 4, 9)
 
     run(test, model)
     assert capfd.readouterr().err == ""
@@ -258,7 +228,7 @@ def test_client_that_leaves_ends_its_sampling(model: SparseTransformer, gate: Ga
         await client.until(lambda: not client.sampler.contexts)
         gate.release(2)
         async with client.post({"bytes": 2, "seed": 4}) as response:
-            assert sampled(await lines(response)) == expected(model, b"", 2, 4)
+            assert sampled(await lines(response)) == alone(model, b"", 2, 4)
 
     run(test, model)
 
@@ -306,7 +276,7 @@ def test_failure_while_sampling_is_told_and_the_next_request_goes_well(
             assert (await lines(response))[-1]["error"] == told
         monkeypatch.setattr(sampler_module, "generate", generate)
         async with client.post({"bytes": 5, "seed": 4}) as response:
-            assert sampled(await lines(response)) == expected(model, b"", 5, 4)
+            assert sampled(await lines(response)) == alone(model, b"", 5, 4)
 
     run(test, model)
     assert ("MemoryError: no room" in capfd.readouterr().err) is isinstance(error, MemoryError)
