@@ -17,6 +17,7 @@ from tests.harness.configs import MASKED
 from tests.harness.layouts import losses_of, train_through
 from tests.harness.runs import complete, metrics
 from tests.launcher.training.test_training import LOW_SCALE
+from tests.sparse_model.test_permuted import DENSE, MPNET
 
 ATTENTION = [{"type": "linformer", "rows": 8}, {"type": "local", "window": 9, "causal": False}]
 MODEL = (
@@ -32,6 +33,21 @@ def assert_counted(run: Path, name: str) -> None:
         assert line["tokens"] == (8 if is_step else 6) * 19
         assert line["bytes"] == (8 * 64 if is_step else 6 * 19) and "bits_per_byte" not in line
         assert line[name] == pytest.approx(line["loss_nats"] / math.log(2))
+
+
+def evaluated(run: Path, *options: str) -> tuple[dict[str, Any], SparseTransformer, TrainingData]:
+    """Return a run's line, which one process and two print alike, its last model and its data."""
+    lines = []
+    for processes in (1, 2):
+        named = [option.format(processes) for option in options]
+        ended = complete(["evaluate", str(run), *named], processes, {"VERB": "1"})
+        lines.append(json.loads(ended.stdout[0].splitlines()[-1]))
+        lines[-1].pop("seconds")
+    assert lines[0] == lines[1]
+    checkpoint = open_checkpoint(run, None)
+    model = SparseTransformer(checkpoint.config.model).eval()
+    model.load_state_dict(master_weights(checkpoint, "trained"))
+    return lines[0], model, TrainingData(checkpoint.config, Ranks())
 
 
 def test_losses_are_those_of_one_process_in_every_layout(config_file: Path, tmp_path: Path) -> None:
@@ -59,22 +75,12 @@ def test_a_schedule_of_contexts_masks_the_tokens_of_one_without(config_file: Pat
 
 
 def test_evaluation_has_one_figure_for_any_processes_and_equals_the_definition(
-    config_file: Path, tmp_path: Path, capsys: Any
+    config_file: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     losses_of(config_file, run, 2, 1, *MODEL)
-    lines = []
-    for processes in (1, 2):
-        ended = complete(
-            ["evaluate", str(run), "--positions", str(tmp_path / f"{processes}.png")], processes, {"VERB": "1"}
-        )
-        lines.append(json.loads(ended.stdout[0].splitlines()[-1]))
-        lines[-1].pop("seconds")
-    assert lines[0] == lines[1]
-    checkpoint = open_checkpoint(run, None)
-    model = SparseTransformer(checkpoint.config.model).eval()
-    model.load_state_dict(master_weights(checkpoint, "trained"))
-    data, nats, count = TrainingData(checkpoint.config, Ranks()), 0.0, 0
+    line, model, data = evaluated(run, "--positions", str(tmp_path / "{}.png"))
+    nats, count = 0.0, 0
     for batch in data.evaluation():
         for tokens, inputs, predicted, length in zip(
             batch.tokens, batch.inputs, batch.predicted, batch.lengths.tolist(), strict=True
@@ -85,14 +91,18 @@ def test_evaluation_has_one_figure_for_any_processes_and_equals_the_definition(
                 rows = predicted[:length]
                 each = torch.nn.functional.cross_entropy(logits[rows], tokens[:length][rows].long(), reduction="sum")
                 nats, count = nats + float(each), count + int(rows.sum())
-    assert count == lines[0]["tokens"] and lines[0]["loss_nats"] == pytest.approx(nats / count, rel=1e-6)
+    assert count == line["tokens"] and line["loss_nats"] == pytest.approx(nats / count, rel=1e-6)
     bins = json.loads((tmp_path / "1.json").read_text())["positions"]
     assert sum(bins["tokens"]) == count and "bits_per_masked_byte" in bins
 
 
-def test_verbs_that_need_a_next_token_say_that_there_is_none(config_file: Path, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("objective", [MASKED, MPNET], ids=lambda objective: objective["type"])
+def test_verbs_that_need_a_next_token_say_that_there_is_none(
+    config_file: Path, tmp_path: Path, capsys: Any, objective: dict[str, Any]
+) -> None:
+    chosen = (*MODEL, f"model.objective={json.dumps(objective)}", f"model.attention={json.dumps(DENSE)}")
     run, model, text = tmp_path / "run", str(tmp_path / "model"), str(tmp_path / "text")
-    losses_of(config_file, run, 2, 1, *MODEL)
+    losses_of(config_file, run, 2, 1, *chosen)
     Path(text).write_text("some text")
     assert main(["export", str(run), "--output", model]) == 0, capsys.readouterr()
     for words in (
@@ -101,12 +111,12 @@ def test_verbs_that_need_a_next_token_say_that_there_is_none(config_file: Path, 
         ["compress", text, "--model", model, "--output", f"{text}.lsz"],
         ["serve", model],
         ["evaluate", str(run), "--min-context", "8"],
-        ["train", "--config", str(config_file), *MODEL, "train.samples_every=2"],
+        ["train", "--config", str(config_file), *chosen, "train.samples_every=2"],
     ):
         capsys.readouterr()
         assert main(words) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "objective" in line and "masked" in line, line
+        assert "objective" in line and objective["type"] in line, line
 
 
 def test_a_page_compares_no_masked_with_other_losses(config_file: Path, tmp_path: Path, capsys: Any) -> None:

@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from longstride.launcher.checkpoints import master_weights, open_checkpoint
-from longstride.launcher.cli import main
 from longstride.launcher.config import load_config
-from longstride.launcher.data import TrainingData
 from longstride.launcher.engine.device import run_parts
 from longstride.launcher.planning import plan, rehearsal
-from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import BlockContext, SparseTransformer
 from longstride.sparse_model.mixers import Attention
 from tests.harness.layouts import losses_of, train_through
-from tests.harness.runs import complete
-from tests.launcher.training.test_objectives import assert_counted
+from tests.launcher.training.test_objectives import assert_counted, evaluated
 from tests.sparse_model.test_permuted import BIAS, DENSE, MPNET, XLNET, definition, network
 
 MODEL = (f"model.objective={json.dumps(MPNET)}", f"model.attention={json.dumps(DENSE)}", "model.dropout=0")
@@ -42,19 +37,10 @@ def test_a_resume_takes_the_steps_of_an_undisturbed_run_and_its_evaluation_is_th
     expected = losses_of(config_file, tmp_path / "whole", 4, 1, *xlnet)
     losses_of(config_file, run, 2, 1, *xlnet)
     assert losses_of(config_file, run, 4, 1, *xlnet) == expected
-    run = tmp_path / "mpnet"
-    losses_of(config_file, run, 2, 1, *BIASED)
-    lines = []
-    for processes in (1, 2):
-        ended = complete(["evaluate", str(run)], processes, {"VERB": "1"})
-        lines.append(json.loads(ended.stdout[0].splitlines()[-1]))
-        lines[-1].pop("seconds")
-    assert lines[0] == lines[1]
-    checkpoint = open_checkpoint(run, None)
-    model = SparseTransformer(checkpoint.config.model).eval()
-    model.load_state_dict(master_weights(checkpoint, "trained"))
+    losses_of(config_file, tmp_path / "mpnet", 2, 1, *BIASED)
+    line, model, data = evaluated(tmp_path / "mpnet")
     nats: list[torch.Tensor] = []
-    for batch in TrainingData(checkpoint.config, Ranks()).evaluation():
+    for batch in data.evaluation():
         contexts = zip(batch.tokens, batch.inputs, batch.predicted, batch.lengths.tolist(), strict=True)
         for tokens, *drawn, length in contexts:
             if length:
@@ -63,8 +49,8 @@ def test_a_resume_takes_the_steps_of_an_undisturbed_run_and_its_evaluation_is_th
                 with torch.no_grad():
                     logits = definition(model, tokens[:length].long(), inputs.long(), order)
                 nats.append(torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
-    assert sum(map(len, nats)) == lines[0]["tokens"]
-    assert lines[0]["loss_nats"] == pytest.approx(torch.cat(nats).mean().item(), rel=1e-5)
+    assert sum(map(len, nats)) == line["tokens"]
+    assert line["loss_nats"] == pytest.approx(torch.cat(nats).mean().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -109,15 +95,3 @@ def test_kernels_are_compiled_for_the_rows_of_both_streams(monkeypatch: pytest.M
     monkeypatch.setattr(Attention, "forward", record)
     run_parts(network(XLNET).config, 3, torch.float32, torch.device("cpu"), padded=True)
     assert shapes == 2 * [(3, 20 + 6, 64)]  # without and with padding
-
-
-def test_verbs_that_need_a_next_token_say_that_there_is_none(config_file: Path, tmp_path: Path, capsys: Any) -> None:
-    run, model, text = tmp_path / "run", str(tmp_path / "model"), str(tmp_path / "text")
-    losses_of(config_file, run, 2, 1, *MODEL)
-    Path(text).write_text("some text")
-    assert main(["export", str(run), "--output", model]) == 0, capsys.readouterr()
-    for words in (["sample", model, "--bytes", "5"], ["compress", text, "--model", model, "--output", f"{text}.lsz"]):
-        capsys.readouterr()
-        assert main([*words, "--trust-code"]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert 'model.objective.type="permuted": predicts no next token' in line
