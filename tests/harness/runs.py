@@ -60,6 +60,13 @@ class Ended:
     stdout: list[str]
     stderr: list[str]
 
+    @property
+    def refusals(self) -> list[str]:
+        """What the ranks say of wrong input."""
+        mark = "longstride: error: "
+        lines = "\n".join(self.stderr).splitlines()
+        return [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return the variables that a launcher sets for a rank."""

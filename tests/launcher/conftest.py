@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,11 @@ def refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refusal:
     def run(*words: object) -> str:
         before = files_under(tmp_path), sorted(tmp_path.rglob("*"))
         capsys.readouterr()
-        assert cli.main(list(map(str, words))) == WRONG_INPUT
+        try:
+            code: Any = cli.main(list(map(str, words)))
+        except SystemExit as ended:  # of argparse
+            code = ended.code
+        assert code == WRONG_INPUT
         assert (files_under(tmp_path), sorted(tmp_path.rglob("*"))) == before
         out, error = capsys.readouterr()
         (line,) = error.splitlines()

@@ -44,14 +44,8 @@ def test_version_names_what_decides_a_result(capsys: pytest.CaptureFixture[str])
         (["data", "verify", "data", "--quick\nly"], "unrecognized arguments: --quick ly"),
     ],
 )
-def test_command_line_that_cannot_be_read_is_told_in_one_line(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words)
-    assert ended.value.code == 2
-    help_words = f"longstride {' '.join(words[:2])} --help"
-    assert capsys.readouterr().err == f"longstride: error: {message}; `{help_words}` lists the options\n"
+def test_command_line_that_cannot_be_read_is_told_in_one_line(words: list[str], message: str, refusal: Refusal) -> None:
+    assert refusal(*words) == f"{message}; `longstride {' '.join(words[:2])} --help` lists the options"
 
 
 def test_ctrl_c_ends_a_verb_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

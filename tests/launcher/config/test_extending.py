@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from longstride.kernels import ConfigError
 from longstride.launcher.config import load_config
 from tests.harness.runs import configuration
+from tests.launcher.config.test_config import refused
 
 
 @pytest.fixture
@@ -21,12 +21,6 @@ def base(tmp_path: Path) -> Path:
 def write(path: Path, content: dict[str, Any]) -> Path:
     path.write_text(json.dumps(content))
     return path
-
-
-def refused(path: Path, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
-    return str(caught.value).splitlines()
 
 
 def test_objects_go_together_and_all_else_replaces(base: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from longstride.launcher import cli
 from longstride.launcher.config import load_config
 from longstride.launcher.planning.pace import warn_of_length
 from tests.harness.lines import step_line, write_metrics
+from tests.launcher.conftest import Refusal
 from tests.launcher.planning.conftest import Plan
 
 
@@ -73,15 +74,9 @@ def test_length_is_judged_in_words(
     ],
 )
 def test_wrong_rate_is_refused_in_one_line(
-    words: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal
 ) -> None:
     finished_run(tmp_path / "short", [1.0, 1.0])
     (finished_run(tmp_path / "lone", [1.0] * 5) / "checkpoints/step-00000004/manifest.json").unlink()
     monkeypatch.chdir(tmp_path)
-    try:
-        code = cli.main(["plan", "paper_small", *words])
-    except SystemExit as left:  # of argparse
-        code = left.code
-    assert code == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith(f"longstride: error: {line}")
+    assert refusal("plan", "paper_small", *words).startswith(line)
