@@ -252,10 +252,16 @@ def slab_backward(
         grad_scores = scratch.wide("grad_scores", products)
     grad_scores = scratch.narrow("products", grad_scores.mul_(weights))
     grad_q = scratch.take("slab", b, batch.rows, q.shape[2], dtype=numbers.narrow)
-    into_rows(grads[0], grad_q.baddbmm_(grad_scores, k, beta=0, alpha=scale))
+    into_rows(grads[0], _multiply(grad_q, grad_scores, k, scale))
     grad_k = scratch.take("slab", b, batch.width, q.shape[2], dtype=numbers.narrow)
-    grad_k.baddbmm_(grad_scores.transpose(1, 2), q, beta=0, alpha=scale)
-    into_keys(grads[1], scratch.wide("wide slab", grad_k))
+    into_keys(grads[1], scratch.wide("wide slab", _multiply(grad_k, grad_scores.transpose(1, 2), q, scale)))
+
+
+def _multiply(out: Tensor, left: Tensor, right: Tensor, scale: float, beta: int = 0) -> Tensor:
+    """Set ``out`` to ``beta`` times itself plus the scaled product, and return it."""
+    if scale == 0 and beta == 0:  # torch's product in bf16 would leave it as it was
+        return out.zero_()
+    return out.baddbmm_(left, right, beta=beta, alpha=scale)
 
 
 def _scores(scratch: Scratch, q: Tensor, k: Tensor, batch: EqualChunks, scale: float, shift: Tensor | None) -> Tensor:
@@ -272,7 +278,7 @@ def _scores(scratch: Scratch, q: Tensor, k: Tensor, batch: EqualChunks, scale: f
         scores.copy_(edges[0].bias)
     elif early is not None:
         scores.copy_(early.expand_as(scores))
-    scores.baddbmm_(q, k.transpose(1, 2), beta=1 if is_full or early is not None else 0, alpha=scale)
+    _multiply(scores, q, k.transpose(1, 2), scale, beta=1 if is_full or early is not None else 0)
     scores = scratch.wide("scores", scores)
     for edge in () if is_full else edges:
         scores[..., edge.first : edge.last].add_(edge.bias)
