@@ -28,6 +28,11 @@ from tests.harness.data.builds import folder_bytes, numbered_files, payloads_of,
 UNFINISHED = ".data.unfinished"
 
 
+@pytest.fixture
+def source(tmp_path):
+    return write_files(tmp_path / "source", numbered_files(10))
+
+
 def test_build_takes_every_document_once(corpus):
     sources = sorted(path.read_bytes() for path in corpus.source.rglob("*.py"))
     assert sorted(payloads_of(corpus.folder, "train") + payloads_of(corpus.folder, "validation")) == sources
@@ -240,8 +245,7 @@ def test_build_reports_progress(tmp_path):
     ],
     ids=["strange folder", "other seed", "other suffixes"],
 )
-def test_build_never_writes_over(tmp_path, arguments, files, rule):
-    source = write_files(tmp_path / "source", numbered_files(10))
+def test_build_never_writes_over(tmp_path, source, arguments, files, rule):
     output = tmp_path / "data"
     if files is None:
         build([source], output)
@@ -254,8 +258,7 @@ def test_build_never_writes_over(tmp_path, arguments, files, rule):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "source"]
 
 
-def test_build_never_writes_over_other_files_or_damage(tmp_path):
-    source = write_files(tmp_path / "source", numbered_files(10))
+def test_build_never_writes_over_other_files_or_damage(tmp_path, source):
     build([source], tmp_path / "data")
     shard = tmp_path / "data" / "train-00000.tar"
     content = bytearray(shard.read_bytes())
@@ -284,8 +287,7 @@ def test_build_never_writes_over_other_files_or_damage(tmp_path):
     ],
     ids=["vanishes", "grows", "shrinks", "is written again"],
 )
-def test_build_reports_file_that_changes(tmp_path, monkeypatch, change: Callable[[Path], object], rule):
-    source = write_files(tmp_path / "source", numbered_files(10))
+def test_build_reports_file_that_changes(tmp_path, source, monkeypatch, change: Callable[[Path], object], rule):
     module = importlib.import_module("longstride.data_pipelines.building.planning")
     find = module.find_documents
 
@@ -331,8 +333,7 @@ def test_build_names_the_path_where_the_system_names_none(tmp_path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_build_under_a_file_is_refused(tmp_path):
-    source = write_files(tmp_path / "source", numbered_files(10))
+def test_build_under_a_file_is_refused(tmp_path, source):
     (tmp_path / "file").touch()
     output = tmp_path / "file" / "deep" / "data"
     rule = f"^{output}: cannot be created \\({tmp_path}/file is not a folder\\); name an output where you may write, "
@@ -347,8 +348,7 @@ def test_build_into_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_pa
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="a folder in which nobody can make one")
-def test_build_where_no_folder_can_be_made_names_the_output(tmp_path, monkeypatch):
-    source = write_files(tmp_path / "source", numbered_files(10))
+def test_build_where_no_folder_can_be_made_names_the_output(source, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: True)
     with pytest.raises(DataError, match=r"^/proc/data: cannot be created \(.+\); name an output where you may write"):
         build([source], Path("/proc/data"))
@@ -370,15 +370,13 @@ def test_build_names_what_lies_in_a_closed_folder(tmp_path, monkeypatch):
         build([closed / "texts"], tmp_path / "data")
 
 
-def test_build_into_link_that_leads_in_a_circle_is_refused(tmp_path):
-    source = write_files(tmp_path / "source", numbered_files(10))
+def test_build_into_link_that_leads_in_a_circle_is_refused(tmp_path, source):
     (tmp_path / "data").symlink_to(tmp_path / "data")
     with pytest.raises(DataError, match="already exists, is not a data folder"):
         build([source], tmp_path / "data")
 
 
-def test_build_into_linked_folder_lies_where_the_link_leads(tmp_path):
-    source = write_files(tmp_path / "source", numbered_files(10))
+def test_build_into_linked_folder_lies_where_the_link_leads(tmp_path, source):
     (tmp_path / "disk").mkdir()
     (tmp_path / "data").symlink_to(tmp_path / "disk" / "data")
     build([source], tmp_path / "data")

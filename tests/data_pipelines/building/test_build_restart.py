@@ -33,6 +33,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are found
 ARGUMENTS = {"validation_fraction": 0.1, "shard_bytes": 1200}
 
 
+@pytest.fixture
+def source(tmp_path):
+    return write_files(tmp_path / "source", numbered_files(60))
+
+
 def finished_shards(output: Path) -> dict[str, tuple[int, int]]:
     """Return inode and modification time of every shard and index that must not be written again."""
     place = output.parent / f".{output.name}.unfinished"
@@ -85,8 +90,7 @@ def test_build_that_ends_at_any_moment_leaves_all_or_nothing(tmp_path):
 
 
 @pytest.mark.campaign
-def test_build_that_ends_at_any_of_many_moments_leaves_all_or_nothing(tmp_path):
-    source = write_files(tmp_path / "source", numbered_files(60))
+def test_build_that_ends_at_any_of_many_moments_leaves_all_or_nothing(tmp_path, source):
     assert die_everywhere(tmp_path, source, {"validation_fraction": 0.2, "shard_bytes": 600}) > 100
 
 
@@ -111,8 +115,7 @@ def everything(folder: Path) -> dict[str, bytes]:
     ],
     ids=["seed", "fraction", "new file", "changed file"],
 )
-def test_build_of_another_plan_is_refused(tmp_path, change, what):
-    source = write_files(tmp_path / "source", numbered_files(60))
+def test_build_of_another_plan_is_refused(tmp_path, source, change, what):
     left = begin_build(source, tmp_path / "data", **ARGUMENTS)
     write_files(source, change.pop("files", {}))
     unfinished = tmp_path / ".data.unfinished"
@@ -123,9 +126,8 @@ def test_build_of_another_plan_is_refused(tmp_path, change, what):
     assert everything(unfinished) == left
 
 
-def test_build_that_fails_half_way_tells_what_may_not_change(tmp_path):
+def test_build_that_fails_half_way_tells_what_may_not_change(tmp_path, source):
     """Without the broken file it is another build, so the folder has to be removed, as the message says."""
-    source = write_files(tmp_path / "source", numbered_files(60))
 
     def vanish(done: int, total: int) -> None:
         if done > total // 2:
@@ -164,9 +166,8 @@ def test_build_goes_on_where_the_input_was_moved(tmp_path):
     assert kept and finished_shards(tmp_path / "data").items() >= before.items()
 
 
-def test_build_with_nothing_finished_begins_anew(tmp_path):
+def test_build_with_nothing_finished_begins_anew(tmp_path, source):
     """Nothing is lost if no shard is finished, so another plan may begin."""
-    source = write_files(tmp_path / "source", numbered_files(60))
     left = begin_build(source, tmp_path / "data")  # of one shard, which is not finished
     assert not any(name.startswith("records") for name in left)
     build([source], tmp_path / "data", **ARGUMENTS)
@@ -174,8 +175,7 @@ def test_build_with_nothing_finished_begins_anew(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["shard cut short", "index lost", "record cut short"])
-def test_build_makes_shard_again_that_is_not_whole(tmp_path, damage):
-    source = write_files(tmp_path / "source", numbered_files(60))
+def test_build_makes_shard_again_that_is_not_whole(tmp_path, source, damage):
     build([source], tmp_path / "whole", **ARGUMENTS)
     begin_build(source, tmp_path / "data", **ARGUMENTS)
     place = tmp_path / ".data.unfinished"
@@ -188,16 +188,14 @@ def test_build_makes_shard_again_that_is_not_whole(tmp_path, damage):
     assert folder_bytes(tmp_path / "data") == folder_bytes(tmp_path / "whole")
 
 
-def test_build_refuses_damaged_plan(tmp_path):
-    source = write_files(tmp_path / "source", numbered_files(60))
+def test_build_refuses_damaged_plan(tmp_path, source):
     begin_build(source, tmp_path / "data", **ARGUMENTS)
     (tmp_path / ".data.unfinished" / "plan.json").write_text("{")
     with pytest.raises(DataError, match=r"plan\.json: damaged .*remove .*\.data\.unfinished to start over"):
         build([source], tmp_path / "data", **ARGUMENTS)
 
 
-def test_build_is_refused_while_another_is_under_way(tmp_path):
-    source = write_files(tmp_path / "source", numbered_files(60))
+def test_build_is_refused_while_another_is_under_way(tmp_path, source):
     refusals: list[str] = []
 
     def build_too(done: int, total: int) -> None:
@@ -233,9 +231,8 @@ def test_build_never_holds_a_lock_that_was_removed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "refused"), [(errno.ENOTSUP, False), (errno.EACCES, True)])
-def test_build_where_locks_cannot_be_had(tmp_path, monkeypatch, caplog, number, refused):
+def test_build_where_locks_cannot_be_had(tmp_path, source, monkeypatch, caplog, number, refused):
     """A file system without locks only causes a warning. Other failures end the build."""
-    source = write_files(tmp_path / "source", numbered_files(60))
 
     def fail(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -275,23 +272,20 @@ def meanwhile(monkeypatch, other_build: Callable[[], object]) -> None:
     monkeypatch.setattr(FileSettings, "plan", plan_and_lose)
 
 
-def test_build_compares_with_what_a_build_made_meanwhile(tmp_path, monkeypatch):
-    source = write_files(tmp_path / "source", numbered_files(60))
+def test_build_compares_with_what_a_build_made_meanwhile(tmp_path, source, monkeypatch):
     meanwhile(monkeypatch, lambda: build([source], tmp_path / "data", **ARGUMENTS))
     build([source], tmp_path / "data", **ARGUMENTS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "source"]
 
 
-def test_build_refuses_what_another_build_made_meanwhile(tmp_path, monkeypatch):
-    source = write_files(tmp_path / "source", numbered_files(60))
+def test_build_refuses_what_another_build_made_meanwhile(tmp_path, source, monkeypatch):
     meanwhile(monkeypatch, lambda: build([source], tmp_path / "data", seed=1, **ARGUMENTS))
     with pytest.raises(DataError, match="other settings; it is not overwritten"):
         build([source], tmp_path / "data", **ARGUMENTS)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "source"]
 
 
-def test_build_tidies_up_after_one_killed_at_its_very_end(tmp_path):
-    source = write_files(tmp_path / "source", numbered_files(60))
+def test_build_tidies_up_after_one_killed_at_its_very_end(tmp_path, source):
     build([source], tmp_path / "data", **ARGUMENTS)
     place = tmp_path / ".data.unfinished"
     write_files(place, {"lock": b"", "plan.json": json.dumps({}).encode(), "records/train-00000.json": b"{}"})
