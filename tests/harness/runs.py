@@ -62,7 +62,7 @@ class Ended:
 
     @property
     def refusals(self) -> list[str]:
-        """What the ranks say of wrong input."""
+        """Return what the ranks say of wrong input."""
         mark = "longstride: error: "
         lines = "\n".join(self.stderr).splitlines()
         return [line.removeprefix(mark) for line in lines if line.startswith(mark)]
