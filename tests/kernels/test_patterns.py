@@ -109,7 +109,7 @@ def blocks(size: int, window: int, count: int, random: int, seed: int, context: 
     return reads
 
 
-CAUSAL: dict[Pattern, Reads] = {
+ONE_FORM: dict[Pattern, Reads] = {  # patterns that are causal alone, or have another definition if not
     Column(1, "target"): before_target(1, 1000),
     Column(7, "target"): before_target(7, 1000),
     Column(8, "target"): before_target(8, 1000),
@@ -138,10 +138,10 @@ CAUSAL: dict[Pattern, Reads] = {
     BigBird(4, 2, 1, 2, context=96, causal=False): blocks(4, 2, 1, 2, 0, 96),
     BigBird(3, 1, 0, 3, seed=2**32 - 1, context=50, causal=False): blocks(3, 1, 0, 3, 2**32 - 1, 50),
     BigBird(1, 1, 2, 1, seed=7, context=60, causal=False): blocks(1, 1, 2, 1, 7, 60),
-}  # and those that differ by more than their causality
+}
 
 
-def either_way(causal: bool) -> dict[Pattern, Reads]:
+def two_forms(causal: bool) -> dict[Pattern, Reads]:
     """Patterns that have a causal and a two-sided form of one definition."""
     return {
         Dense(causal=causal): lambda head, i, j: True,
@@ -182,7 +182,7 @@ def either_way(causal: bool) -> dict[Pattern, Reads]:
     }
 
 
-DEFINITIONS = CAUSAL | either_way(True) | either_way(False)
+DEFINITIONS = ONE_FORM | two_forms(True) | two_forms(False)
 
 
 @pytest.mark.parametrize("pattern", DEFINITIONS, ids=str)
