@@ -52,7 +52,7 @@ def indexed(places, output, **options) -> list[bytes]:
 
 def documents(folder, split="train", **options) -> list[bytes]:
     """List the documents of a split, with the contexts of evaluation."""
-    found = evaluation_contexts(folder, split, context=10**6, batch_size=1, cut=DOCUMENTS, **options)
+    found = evaluation_contexts(DataFolder(folder, **options), split, context=10**6, batch_size=1, cut=DOCUMENTS)
     return [batch.tokens[0, : int(batch.lengths[0])].numpy().tobytes() for batch in found]
 
 
