@@ -17,7 +17,6 @@ from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, open_c
 from longstride.launcher.checkpoints.manifest import read_manifest, record_files, write_manifest
 from longstride.launcher.checkpoints.pickles import read_pickle, refuse_foreign_content, unsafe_content, write_pickle
 from longstride.launcher.cluster.placement import launcher_command
-from longstride.launcher.output.exit_codes import WRONG_INPUT
 from longstride.launcher.output.file_names import LOCK
 from longstride.launcher.output.messages import AgreedError, mistake
 from longstride.launcher.ranks.processes import Ranks
@@ -85,23 +84,18 @@ def spoilt(poisoned: tuple[Path, dict[str, Path]], *kinds: str) -> tuple[Path, l
 
 
 def test_no_verb_runs_what_a_checkpoint_holds(
-    poisoned: tuple[Path, dict[str, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    poisoned: tuple[Path, dict[str, Path]], tmp_path: Path, refusal: Refusal, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, marks = spoilt(poisoned, "model_states", "optim_states")
-    verbs = {
-        "export": ["export", str(run), "--output", str(tmp_path / "out")],
-        "evaluate": ["evaluate", str(run)],
-        "show": ["show", "attention", str(run), "--output", str(tmp_path / "out.png")],
-    }
-    for words in verbs.values():
-        assert cli.main(words) == WRONG_INPUT
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"longstride: error: {run}/checkpoints/step-00000008/deepspeed/"), line
+    export = ["export", str(run), "--output", str(tmp_path / "out")]
+    for words in (export, ["evaluate", run], ["show", "attention", run, "--output", tmp_path / "out.png"]):
+        line = refusal(*words)
+        assert line.startswith(f"{run}/checkpoints/step-00000008/deepspeed/"), line
         assert "holds more than tensors and numbers (posix.system)" in line, line
         assert "--trust-checkpoint opens it" in line
         assert not any(mark.exists() for mark in marks)
     assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob(".out*"))
-    assert cli.main([*verbs["export"], "--trust-checkpoint"]) == 0
+    assert cli.main([*export, "--trust-checkpoint"]) == 0
     told = capsys.readouterr().err
     assert told.count("opened because of --trust-checkpoint, which runs its code: posix.system") == 3
     assert all(mark.exists() for mark in marks)

@@ -106,17 +106,14 @@ def test_build_that_is_stopped_tells_what_is_kept(
     assert cli.main([*words[:2], str(texts / "texts"), *words[3:4], str(texts / "data"), *words[5:]]) == 0
 
 
-def test_build_tells_what_the_system_refuses(
-    texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_build_tells_what_the_system_refuses(texts: Path, monkeypatch: pytest.MonkeyPatch, refusal: Refusal) -> None:
     def fail(*given: object, **options: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "there")
 
     met = []
     monkeypatch.setattr("longstride.launcher.data.folders.build", fail)
     monkeypatch.setattr("longstride.data_pipelines.building.crew.Crew.meet", lambda crew: met.append(crew))
-    assert cli.main(["data", "build", "texts", "--output", "data"]) == 2
-    assert capsys.readouterr().err == "longstride: error: there: Permission denied\n"
+    assert refusal("data", "build", "texts", "--output", "data") == "there: Permission denied"
     assert len(met) == 1  # the other ranks wait there
 
 
