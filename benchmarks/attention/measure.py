@@ -14,7 +14,7 @@ from benchmarks.attention.gate import ours, same_bits
 from benchmarks.attention.peers import Flex, dense_contenders, flex, reason_of
 from benchmarks.attention.timing import Contender, Inputs, Turns, inputs_of, peak_bytes, take_turns
 from benchmarks.report import rounded
-from longstride.kernels.backends.triton.packing import Parts
+from longstride.kernels.backends.triton.packing import Parts, groups
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side, num_pairs
 
@@ -156,7 +156,8 @@ def visited_pairs(
     def of(kernel: Kernel, rows: Side, parts: Parts) -> int:
         candidates = candidates_on(device, kernel, dtype.itemsize, padded)
         of_runs = candidates_on(device, "closed_forward", dtype.itemsize, padded) if kernel == "forward" else ()
-        return sum(choice.pairs for choice in choose(candidates, heads, context, rows, parts, of_runs)) // len(heads)
+        choices = choose(candidates, groups(heads, context, rows, parts), rows, of_runs)
+        return sum(choice.pairs for choice in choices) // len(heads)
 
     if phase == "forward":
         return of("forward", "queries", "all")

@@ -39,7 +39,7 @@ from torch import Tensor
 from benchmarks.attention.timing import DeviceClock, HostClock
 from benchmarks.machine import about
 from benchmarks.report import new_parser, parse, rounded, write_json
-from longstride.kernels.backends.triton import launch_plan
+from longstride.kernels.backends.triton import launch_plan, packing
 from longstride.kernels.backends.triton.configurations import Configuration, Kernel, candidates, choose, closed_choice
 from longstride.kernels.backends.triton.launch import (
     BackwardInputs,
@@ -464,7 +464,8 @@ def pairs_of(case: Case, tiles: Configuration) -> int:
         return choice.pairs
     general, runs = ((), (tiles,)) if case.kernel == "closed_forward" else ((tiles,), ())
     rows: Side = "keys" if case.kernel == "dkdv" else "queries"
-    return sum(choice.pairs for choice in choose(general, patterns, case.context, rows, "all", runs))
+    passes = packing.groups(patterns, case.context, rows, "all")
+    return sum(choice.pairs for choice in choose(general, passes, rows, runs))
 
 
 def title(case: Case) -> str:

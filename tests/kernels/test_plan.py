@@ -133,12 +133,9 @@ def test_a_plan_for_a_million_positions_is_small_and_quick(pattern: Pattern) -> 
     for cached in (view, groups):
         cached.cache_clear()
     start = time.process_time()
-    found = [
-        pack((pattern,), 1 << 20, side, "all", number, 128, True, CPU)
-        for side in SIDES
-        for number in range(len(groups((pattern,), 1 << 20, side, "all")))
-    ]
-    sources((pattern,), 1 << 20, "all", (1,) * (len(groups((pattern,), 1 << 20, "keys", "all")) - 1), CPU)
+    found = [pack(group, 128, True, CPU) for side in SIDES for group in groups((pattern,), 1 << 20, side, "all")]
+    passes = groups((pattern,), 1 << 20, "keys", "all")[:-1]
+    sources(passes, 1, 1 << 20, (1,) * len(passes), CPU)
     seconds = time.process_time() - start
     num_bytes = sum(one.num_bytes() for one in found)
     assert num_bytes < 2_000, "a closed form has become a vector"

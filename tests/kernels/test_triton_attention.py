@@ -77,7 +77,7 @@ def test_passes_with_nothing_but_closed_runs_take_their_own_forward_kernel(
     heads: tuple[Pattern, ...], served: list[bool]
 ) -> None:
     large, squares = (configurations.Configuration(16, 16, 1, 1),), configurations.squares((16, 1, 1.0))
-    choices = configurations.choose(large, heads, 72, "queries", "all", squares)
+    choices = configurations.choose(large, groups(heads, 72, "queries", "all"), "queries", squares)
     assert [choice.closed for choice in choices] == served
 
 

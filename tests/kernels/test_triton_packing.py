@@ -43,7 +43,7 @@ def test_parts_of_one_order_of_rows_share_a_pass(heads: tuple[Pattern, ...], by_
     passes = groups(heads, 40, "queries", "all")
     assert [len(group[0]) for group in passes] == by_query
     assert len(groups(heads, 40, "keys", "all")) == by_key
-    one = pack(heads, 40, "queries", "all", 0, 16, True, CPU)
+    one = pack(groups(heads, 40, "queries", "all")[0], 16, True, CPU)
     assert one.table.shape == (len(heads), by_query[0], len(FIELDS))
 
 
@@ -52,7 +52,7 @@ def test_whole_blocks_are_read_by_closed_forms_alone() -> None:
     for pattern in (*plain, Strided(8, align="target")):
         forms = {Form.NATURAL, Form.FOLDED} if pattern in plain else {Form.NATURAL, Form.FOLDED, Form.SHIFTED}
         for number in range(len(groups((pattern,), 40, "queries", "all"))):
-            one = pack((pattern,), 40, "queries", "all", number, 16, True, CPU)
+            one = pack(groups((pattern,), 40, "queries", "all")[number], 16, True, CPU)
             assert one.num_bytes() == 4 * (len(one.columns) * len(FIELDS) + 1), pattern
             assert {one.rows, *one.columns, *one.bounds} <= forms
 
@@ -76,13 +76,13 @@ LARGE, SMALL = Configuration(64, 64, 4, 2), Configuration(16, 16, 1, 2, 0.5)
     ids=str,
 )
 def test_short_runs_take_small_tiles(pattern: Pattern, context: int, wanted: Configuration) -> None:
-    (choice,) = choose((LARGE, SMALL), (pattern,), context, "queries", "all")
+    (choice,) = choose((LARGE, SMALL), groups((pattern,), context, "queries", "all"), "queries")
     assert choice.configuration == wanted
 
 
 @pytest.mark.parametrize("rows, aligned", [(24, True), (96, False), (136, False), (1024, True)])
 def test_tiles_end_with_closed_runs_where_that_computes_less(rows: int, aligned: bool) -> None:
-    (choice,) = choose((LARGE,), (Block(rows),), rows * 32, "queries", "all")
+    (choice,) = choose((LARGE,), groups((Block(rows),), rows * 32, "queries", "all"), "queries")
     assert choice.aligned == aligned
     sizes = {
         kept: tiles(view(Block(rows), rows * 32, "queries"), 64, 64, row_edge(group, 64, kept)).num_pairs()
@@ -115,6 +115,7 @@ def test_summary_keys_are_split_by_how_many_queries_read_them() -> None:
     """Six tiles of 16 blocks a head, visited by 190 tiles of queries down to 30: of one context, not of eight."""
     heads = (Fixed(128, 8),) * 8
     wide = Configuration(64, 128, 8, 2)
-    (summaries, _) = choose((wide,), heads, 12288, "keys", "all")
-    slices = [slices_of(summaries, heads, 12288, "all", 0, batch, processors=132) for batch in (1, 8)]
+    passes = groups(heads, 12288, "keys", "all")
+    (summaries, _) = choose((wide,), passes, "keys")
+    slices = [slices_of(summaries, passes[0], batch, processors=132) for batch in (1, 8)]
     assert slices == [4, 1]

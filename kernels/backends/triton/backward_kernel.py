@@ -173,25 +173,20 @@ def dkdv_kernel(
     query_fold = load_fold(fields + COLUMN_FOLD, COLUMNS)
     query_list = data + tl.load(fields + COLUMN_LIST)
     low, high = intervals(row, inside, fields, data, BOUNDS)  # (BLOCK_K,)
-    if EARLIER > 0:
-        earlier = (position, inside, data + tl.load(fields + EARLIER_LIST), context)
-    else:
-        earlier = (position, inside, data, context)
+    earlier = (position, inside, data + tl.load(fields + EARLIER_LIST), context)
     num_full = full_last - full_first
-    if EARLIER == 0:
-        for number in range(full_first, full_last):
+    for PARTIAL in tl.static_range(EARLIER > 0, 2):  # full tiles, then those with a mask
+        if PARTIAL:
+            first_turn, last_turn = begin, stop - num_full
+        else:
+            first_turn, last_turn = full_first, full_last
+        for turn in range(first_turn, last_turn):
+            number = tl.where(turn < full_first, turn, turn + num_full) if PARTIAL else turn
             dk_tile, dv_tile = _add_to_dkdv(
                 dk_tile, dv_tile, k_tile, v_tile, q, grad_out, per_query, stride_qn, stride_gn,
                 origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, False, 0, DOUBLINGS, ROUND_BF16,
+                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, PARTIAL, EARLIER, DOUBLINGS, ROUND_BF16,
             )  # fmt: skip
-    for turn in range(begin, stop - num_full):
-        number = tl.where(turn < full_first, turn, turn + num_full)
-        dk_tile, dv_tile = _add_to_dkdv(
-            dk_tile, dv_tile, k_tile, v_tile, q, grad_out, per_query, stride_qn, stride_gn,
-            origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
-            SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, True, EARLIER, DOUBLINGS, ROUND_BF16,
-        )  # fmt: skip
 
     dk += batch * stride_dkb + head * stride_dkh
     dv += batch * stride_dvb + head * stride_dvh
@@ -294,26 +289,22 @@ def dq_kernel(
         low, high = intervals(row, inside, entry, data, BOUNDS[segment])  # (BLOCK_Q,)
         visited = visited_tiles(first_row, last_row, entry, data, BLOCK_K, BOUNDS[segment])
         origin, end, count, full_first, full_last = visited
+        earlier = (position, inside, data + tl.load(entry + EARLIER_LIST), context)
         if EARLIER[segment] > 0:  # any tile may have pairs of an earlier part
             full_first, full_last = count, count
-            earlier = (position, inside, data + tl.load(entry + EARLIER_LIST), context)
-        else:
-            earlier = (position, inside, data, context)
         num_full = full_last - full_first
-        if EARLIER[segment] == 0:
-            for number in range(full_first, full_last):
+        for PARTIAL in tl.static_range(EARLIER[segment] > 0, 2):  # full tiles, then those with a mask
+            if PARTIAL:
+                begin, stop = 0, count - num_full
+            else:
+                begin, stop = full_first, full_last
+            for turn in range(begin, stop):
+                number = tl.where(turn < full_first, turn, turn + num_full) if PARTIAL else turn
                 dq_tile = _add_to_dq(
                     dq_tile, q_tile, grad_tile, row_lse, row_delta, k, v, stride_kn, stride_vn,
                     origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
-                    SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], False, 0, ROUND_BF16,
+                    SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], PARTIAL, EARLIER[segment], ROUND_BF16,
                 )  # fmt: skip
-        for turn in range(count - num_full):
-            number = tl.where(turn < full_first, turn, turn + num_full)
-            dq_tile = _add_to_dq(
-                dq_tile, q_tile, grad_tile, row_lse, row_delta, k, v, stride_kn, stride_vn,
-                origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], True, EARLIER[segment], ROUND_BF16,
-            )  # fmt: skip
 
     dq += batch * stride_dqb + head * stride_dqh
     first_row, last_row = tile_bounds(tile, fields)  # recomputed, to free registers during the visits

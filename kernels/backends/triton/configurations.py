@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from longstride.kernels.backends.triton.packing import UNREACHED, Group, Parts, closed_part, groups, row_edge
+from longstride.kernels.backends.triton.packing import UNREACHED, Group, closed_part, row_edge
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side, View, edge_of, tiles, view
 
@@ -56,6 +56,9 @@ class Configuration(NamedTuple):
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
 
+Configurations = tuple[Configuration, ...]
+
+
 class Widest(NamedTuple):
     """The widest case that an entry of a table is for."""
 
@@ -66,27 +69,31 @@ class Widest(NamedTuple):
 class Candidates(NamedTuple):
     """The configurations that a plan chooses from, for each kernel."""
 
-    forward: tuple[Configuration, ...]
-    dkdv: tuple[Configuration, ...]
-    dq: tuple[Configuration, ...]
-    closed: tuple[Configuration, ...] = ()  # square tiles; if empty, closed runs use the other kernels
-    closed_forward: tuple[Configuration, ...] = ()  # likewise
+    forward: Configurations
+    dkdv: Configurations
+    dq: Configurations
+    closed: Configurations = ()  # square tiles; if empty, closed runs use the other kernels
+    closed_forward: Configurations = ()  # likewise
 
 
 Table = dict[Widest, Candidates]
 Large = tuple[int, int, int, int]  # block_q, block_k, num_warps, num_stages
-Closed = tuple[Configuration, ...]
 
 
 def one_each(
-    forward: Large, dkdv: Large, dq: Large, *small: Configuration, closed: Closed = (), runs: Closed = ()
+    forward: Large,
+    dkdv: Large,
+    dq: Large,
+    *small: Configuration,
+    closed: Configurations = (),
+    runs: Configurations = (),
 ) -> Candidates:
     """Combine one large configuration per kernel, small ones for all, and closed runs backward and forward."""
     large = (Configuration(*forward), Configuration(*dkdv), Configuration(*dq))
     return Candidates((large[0], *small), (large[1], *small), (large[2], *small), closed, runs)
 
 
-def squares(*edge_warps_rate: tuple[int, int, float], maxnreg: int | None = None) -> Closed:
+def squares(*edge_warps_rate: tuple[int, int, float], maxnreg: int | None = None) -> Configurations:
     """Return configurations of closed runs, from (edge, num_warps, rate)."""
     return tuple(Configuration(edge, edge, warps, 1, rate, maxnreg=maxnreg) for edge, warps, rate in edge_warps_rate)
 
@@ -182,20 +189,14 @@ ARCHITECTURES = {"interpreter": INTERPRETER, "sm_80": SM_80, "sm_90": SM_90, "gf
 
 def candidates(
     kernel: Kernel, architecture: str, bytes_an_element: int, width: int, overlapping: bool = False
-) -> tuple[Configuration, ...]:
-    """Return the candidates of a kernel in a case."""
-    return getattr(entry(architecture, bytes_an_element, width, overlapping)[1], kernel)
-
-
-def entry(architecture: str, bytes_an_element: int, width: int, overlapping: bool = False) -> tuple[Widest, Candidates]:
-    """Return key and candidates of the first wide enough entry. Unknown AMD cards use GFX942, all others SAFE."""
+) -> Configurations:
+    """Return the candidates of the first entry that is wide enough. Unknown AMD cards use GFX942, all others SAFE."""
     tables, amd_table, default_table = ARCHITECTURES, GFX942, SAFE
     if overlapping and architecture != "interpreter":
         tables, amd_table, default_table = {"sm_90": OVERLAPPING_SM_90}, OVERLAPPING_GFX942, OVERLAPPING
     table = tables.get(architecture, amd_table if architecture.startswith("gfx") else default_table)
-    return next(
-        pair for pair in table.items() if bytes_an_element <= pair[0].bytes_an_element and width <= pair[0].width
-    )
+    fitting = (row for most, row in table.items() if bytes_an_element <= most.bytes_an_element and width <= most.width)
+    return getattr(next(fitting), kernel)
 
 
 class Choice(NamedTuple):
@@ -209,19 +210,14 @@ class Choice(NamedTuple):
 
 
 def choose(
-    candidates: tuple[Configuration, ...],
-    patterns: tuple[Pattern, ...],
-    context: int,
-    rows: Side,
-    parts: Parts,
-    of_runs: tuple[Configuration, ...] = (),
+    candidates: Configurations, passes: tuple[Group, ...], rows: Side, of_runs: Configurations = ()
 ) -> tuple[Choice, ...]:
     """Choose for each pass the candidate with the fewest computed pairs for its rate, the first of equals.
 
     A pass with only closed runs in every head takes one of ``of_runs``, if a run fits in its tile.
     """
     choices = []
-    for group in groups(patterns, context, rows, parts):
+    for group in passes:
         closed = None if any(len(head) > 1 for head in group) else choose_closed(of_runs, [head[0] for head in group])
         if closed is not None:
             choices.append(closed)
@@ -234,7 +230,7 @@ def choose(
     return tuple(choices)
 
 
-def choose_closed(candidates: tuple[Configuration, ...], heads: list[View]) -> Choice | None:
+def choose_closed(candidates: Configurations, heads: list[View]) -> Choice | None:
     """Choose the candidate with the fewest pairs for its rate, among those with tiles that hold the runs of all heads.
 
     Return None if there is no such candidate, or a head has no closed runs.
@@ -262,7 +258,7 @@ def _open_choice(candidate: Configuration, group: Group, rows: Side, aligned: bo
 
 
 @lru_cache(maxsize=4096)
-def choose_by_span(candidates: tuple[Configuration, ...], span: int, context: int, rows: Side) -> Choice:
+def choose_by_span(candidates: Configurations, span: int, context: int, rows: Side) -> Choice:
     """Choose a candidate for rows that read at most ``span`` columns each.
 
     Nothing else is known about a selection. As bounds never decrease, all row tiles together visit each column once,
@@ -282,7 +278,7 @@ def pipelined(configuration: Configuration) -> Configuration:
     return configuration._replace(num_stages=max(3, stages)) if stages > 1 else configuration
 
 
-def closed_choice(candidates: tuple[Configuration, ...], patterns: tuple[Pattern, ...], context: int) -> Choice | None:
+def closed_choice(candidates: Configurations, patterns: tuple[Pattern, ...], context: int) -> Choice | None:
     """Choose for the closed parts of all heads, seen from their keys; None if a head has none or none fits."""
     parts = [closed_part(pattern, context) for pattern in patterns]
     views = [view(part, context, "keys") for part in parts if part is not None]
@@ -298,12 +294,9 @@ def num_slices(num_programs: int, longest: int, num_processors: int) -> int:
     return max(1, min(slices, longest // SHORTEST_SLICE))
 
 
-def slices_of(
-    choice: Choice, patterns: tuple[Pattern, ...], context: int, parts: Parts, number: int, batch: int, processors: int
-) -> int:
-    """Return the number of slices for a pass with known visits: see ``balanced_slices``."""
+def slices_of(choice: Choice, group: Group, batch: int, processors: int) -> int:
+    """Return the number of slices for a pass over keys with known visits: see ``balanced_slices``."""
     configuration = choice.configuration
-    group = groups(patterns, context, "keys", parts)[number]
     edges = {head: row_edge(head, configuration.block_k, choice.aligned) for head in group}  # equal heads share one
     block_k, block_q = configuration.block_k, configuration.block_q
     counts = {head: tiles(head[0], block_k, block_q, edge).count for head, edge in edges.items()}

@@ -127,26 +127,22 @@ def forward_kernel(
         reads = reads | (low < high)
         visited = visited_tiles(first_row, last_row, entry, data, BLOCK_K, BOUNDS[segment])
         origin, end, count, full_first, full_last = visited
+        earlier = (position, inside, data + tl.load(entry + EARLIER_LIST), context)
         if EARLIER[segment] > 0:  # any tile may have pairs of an earlier part
             full_first, full_last = count, count
-            earlier = (position, inside, data + tl.load(entry + EARLIER_LIST), context)
-        else:
-            earlier = (position, inside, data, context)
         num_full = full_last - full_first
-        if EARLIER[segment] == 0:
-            for number in range(full_first, full_last):
+        for PARTIAL in tl.static_range(EARLIER[segment] > 0, 2):  # full tiles, then those with a mask
+            if PARTIAL:
+                begin, stop = 0, count - num_full
+            else:
+                begin, stop = full_first, full_last
+            for turn in range(begin, stop):
+                number = tl.where(turn < full_first, turn, turn + num_full) if PARTIAL else turn
                 acc, m, total = _attend_tile(
                     acc, m, total, q_tile, k, v, stride_kn, stride_vn,
                     origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
-                    SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], False, 0, ROUND_BF16,
+                    SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], PARTIAL, EARLIER[segment], ROUND_BF16,
                 )  # fmt: skip
-        for turn in range(count - num_full):
-            number = tl.where(turn < full_first, turn, turn + num_full)
-            acc, m, total = _attend_tile(
-                acc, m, total, q_tile, k, v, stride_kn, stride_vn,
-                origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], True, EARLIER[segment], ROUND_BF16,
-            )  # fmt: skip
 
     out += batch * stride_ob + head * stride_oh
     first_row, last_row = tile_bounds(tile, fields)  # recomputed, to free registers during the visits

@@ -17,7 +17,7 @@ from longstride.kernels.backends.triton.closed_kernel import closed_forward_kern
 from longstride.kernels.backends.triton.configurations import Choice
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
 from longstride.kernels.backends.triton.launch_plan import LaunchPlan, Planner, Slot, batch_stride
-from longstride.kernels.backends.triton.packing import Form, Parts, groups
+from longstride.kernels.backends.triton.packing import Form, Parts
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 
 BLOCK_ROWS = 64  # rows per program of the kernels of delta, gather and groups
@@ -213,7 +213,7 @@ def plan_closed_runs(
 ) -> None:
     """Plan all gradients: of the other parts first, then closed runs add their dQ, dK and dV in one pass."""
     q, k, v, out, grad_out, lse = tensors
-    resume = len(groups(planner.patterns, planner.context, "queries", "open")) > 0
+    resume = len(planner.groups("queries", "open")) > 0
     # Without other parts, the kernel does not read these two.
     previous, sums = lse, Sums(lse, *planner.sources("open", ()))
     delta = lse if grad_lse is None else grad_lse

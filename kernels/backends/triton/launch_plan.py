@@ -13,7 +13,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from longstride.kernels.backends.triton.configurations import (
     slices_of,
 )
 from longstride.kernels.backends.triton.forward_kernel import forward_kernel
-from longstride.kernels.backends.triton.packing import Form, Parts, Pass, groups, pack, sources
+from longstride.kernels.backends.triton.packing import Form, Group, Parts, Pass, groups, pack, sources
 from longstride.kernels.backends.triton.sums_kernel import gather_kernel, groups_kernel
 from longstride.kernels.patterns import Pattern
 from longstride.kernels.plan import Side
@@ -108,7 +108,8 @@ class LaunchPlan(NamedTuple):
         for number, source, factor in self.copies:
             copy = values[number].copy_(values[source])
             values[number] = copy if factor == 1 else copy.mul_(factor)
-        scope, stream = nullcontext(), None
+        scope: AbstractContextManager[Any] = nullcontext()
+        stream = None
         if INTERPRETED:
             scope = without_warnings()
         else:
@@ -258,11 +259,15 @@ class Planner:
         widest = max(self.widths["W"], self.widths["WV"])
         return candidates_on(self.device, kernel, self.dtype.itemsize, widest, overlapping)
 
+    def groups(self, rows: Side, parts: Parts) -> tuple[Group, ...]:
+        """Return the passes over some parts of all heads."""
+        return groups(self.patterns, self.context, rows, parts)
+
     def choices(self, kernel: Kernel, parts: Parts) -> tuple[Choice, ...]:
         """Return the choice for each pass of a kernel on this device."""
         rows: Side = "keys" if kernel == "dkdv" else "queries"
         of_runs = self.candidates("closed_forward") if kernel == "forward" else ()
-        return choose(self.candidates(kernel), self.patterns, self.context, rows, parts, of_runs)
+        return choose(self.candidates(kernel), self.groups(rows, parts), rows, of_runs)
 
     def closed_choice(self) -> Choice | None:
         """Return the choice for closed runs in the backward pass; None if a head has none or none fits."""
@@ -271,7 +276,7 @@ class Planner:
     def pack(self, rows: Side, parts: Parts, number: int, choice: Choice) -> Pass:
         """Return a pass on this device."""
         tile_rows, _ = choice.configuration.tile_sizes(rows)
-        return pack(self.patterns, self.context, rows, parts, number, tile_rows, choice.aligned, self.device)
+        return pack(self.groups(rows, parts)[number], tile_rows, choice.aligned, self.device)
 
     def forms(self, packed: Pass) -> dict[str, Any]:
         """Return the constants with which kernels over tiles of queries read a pass."""
@@ -292,17 +297,16 @@ class Planner:
 
     def ends_with_every_key(self, parts: Parts) -> bool:
         """Whether the last pass over keys has all keys of every head."""
-        last = groups(self.patterns, self.context, "keys", parts)[-1]
-        return all(head[0].num_rows == self.context for head in last)
+        return all(head[0].num_rows == self.context for head in self.groups("keys", parts)[-1])
 
     def sources(self, parts: Parts, slices: tuple[int, ...]) -> tuple[Tensor, Tensor, Form]:
         """Return where the sums of the first passes over keys are: see ``packing.sources``."""
-        return sources(self.patterns, self.context, parts, slices, self.device)
+        passes = self.groups("keys", parts)[: len(slices)]
+        return sources(passes, self.heads, self.context, slices, self.device)
 
     def num_slices(self, parts: Parts, number: int, choice: Choice) -> int:
         """Return into how many slices of queries to split a pass over keys."""
-        processors = num_processors(self.device)
-        return slices_of(choice, self.patterns, self.context, parts, number, self.batch, processors)
+        return slices_of(choice, self.groups("keys", parts)[number], self.batch, num_processors(self.device))
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

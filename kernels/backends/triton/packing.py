@@ -127,18 +127,8 @@ def row_edge(segments: tuple[View, ...], tile_rows: int, aligned: bool) -> int:
     return edge_of(closed, tile_rows) if aligned and closed is not None else tile_rows
 
 
-def pack(
-    patterns: tuple[Pattern, ...],
-    context: int,
-    rows: Side,
-    parts: Parts,
-    number: int,
-    tile_rows: int,
-    aligned: bool,
-    device: torch.device,
-) -> Pass:
-    """Pack pass ``number`` of these heads in tiles of ``tile_rows`` rows, ``aligned`` to closed runs or not."""
-    group = groups(patterns, context, rows, parts)[number]
+def pack(group: Group, tile_rows: int, aligned: bool, device: torch.device) -> Pass:
+    """Pack a pass in tiles of ``tile_rows`` rows, ``aligned`` to closed runs or not."""
     rows_of_segments, columns, bounds = forms_of(group)
     row_form = max(rows_of_segments)
     data, table, num_row_tiles = Vectors(), [], 0
@@ -183,25 +173,19 @@ def view_fields(
 
 
 def sources(
-    patterns: tuple[Pattern, ...], context: int, parts: Parts, slices: tuple[int, ...], device: torch.device
+    passes: Sequence[Group], heads: int, context: int, slices: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Form]:
-    """Return where the sums of the first passes over keys are in a workspace, for kernels that add them by position.
+    """Return where the sums of some passes over keys are in a workspace, for kernels that add them by position.
 
-    Args:
-        patterns: one per head.
-        context: N.
-        parts: which parts of a pattern the passes have.
-        slices: number of slices of queries for each of the first passes.
-        device: device of the result.
+    ``slices`` has the number of slices of queries for each pass.
 
     Returns:
         A table (H, sources, SOURCE_FIELDS) int32, its data, and the form of rows: FOLDED, SHIFTED or LISTED.
     """
-    passes = groups(patterns, context, "keys", parts)[: len(slices)]
     form = max((form_of(head[0].row_order) for group in passes for head in group), default=Form.FOLDED)
     form = max(form, Form.FOLDED)
     data, table = Vectors(), []
-    for head in range(len(patterns)):
+    for head in range(heads):
         base = 0
         for group, count in zip(passes, slices, strict=True):
             segment = group[head][0]
@@ -215,7 +199,7 @@ def sources(
             for _ in range(count):
                 table.append([base, segment.num_rows, start, width, *fold_fields(inverse)])
                 base += max(h[0].num_rows for h in group)
-    shape = (len(patterns), sum(slices), len(SOURCE_FIELDS))
+    shape = (heads, sum(slices), len(SOURCE_FIELDS))
     return int32_table(table, device).view(shape), data.tensor(device), form
 
 

@@ -59,6 +59,7 @@ def test_rates_have_plans_choose_what_was_fastest() -> None:
     """Large tiles in long runs, small ones in short runs. Left out: what is never fastest, or unfit for a case."""
     from benchmarks.attention.tune import Case, Trial, fitted, pairs_of
     from longstride.kernels.backends.triton.configurations import Configuration, choose
+    from longstride.kernels.backends.triton.packing import groups
     from longstride.kernels.patterns import Column, Local
 
     large, small, slow, unfit = (Configuration(edge, edge, 4, 2) for edge in (128, 32, 64, 16))
@@ -73,7 +74,7 @@ def test_rates_have_plans_choose_what_was_fastest() -> None:
     found = fitted(trials, rows)
     assert {one._replace(rate=1.0) for one in found} == {large, small} and max(one.rate for one in found) == 1
     for case, fastest in zip(cases, (large, small, small), strict=True):
-        (choice,) = choose(found, (case.pattern,), case.context, "queries", "all")
+        (choice,) = choose(found, groups((case.pattern,), case.context, "queries", "all"), "queries")
         assert choice.configuration._replace(rate=1.0) == fastest and choice.pairs == pairs_of(case, fastest)
 
 
