@@ -120,12 +120,11 @@ def _verify_shard(folder: DataFolder, split: Split, number: int) -> list[str]:
     shard, name = split.shards[number], split.path(number)
     findings: list[str] = []
     with _collect_errors(findings), as_data_error(name, mend=REBUILD):
-        path = folder.tars.local(shard.file)
-        if _sha256_of(path) != shard.sha256:
+        opened, reader = split.open(number), SampleReader(split)  # raises before a shard of any size is read
+        if _sha256_of(opened.path) != shard.sha256:
             findings.append(f"{name}: its SHA-256 is not the manifest's; {REBUILD}")
-        opened, reader = split.open(number), SampleReader(split)
         if folder.manifest.tars is None:  # other programs, which have no index, must find the same samples
-            with _collect_errors(findings), open_plain(path) as file:
+            with _collect_errors(findings), open_plain(opened.path) as file:
                 members = TarStream(name, blocks_of(file)).members()
                 places = zip_longest(members, opened.index["member"].tolist())
                 for sample, (member, place) in enumerate(places):
