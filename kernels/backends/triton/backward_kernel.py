@@ -75,47 +75,6 @@ def delta_kernel(
     tl.store(address, tl.join(row_lse * LOG2E, result), mask=inside[:, None])
 
 
-@triton.jit
-def _add_to_dkdv(
-    dk,  # (BLOCK_K, W)
-    dv,  # (BLOCK_K, WV)
-    k_tile,  # (BLOCK_K, W)
-    v_tile,  # (BLOCK_K, WV)
-    q,  # of this batch entry and head, as are the following
-    grad_out, per_query, stride_q, stride_g,
-    first,  # column of the tile's first query
-    end,
-    low,  # (BLOCK_K,)
-    high, query_fold, query_list,
-    earlier,  # arguments of ``without_earlier`` about the rows
-    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, QUERIES: tl.constexpr, PARTIAL: tl.constexpr, EARLIER: tl.constexpr,
-    DOUBLINGS: tl.constexpr, ROUND_BF16: tl.constexpr,
-):  # fmt: skip
-    """Add the sums of one tile of queries. Scores are transposed, so that no product needs P or dS transposed."""
-    column = first + tl.arange(0, BLOCK_Q)
-    inside = column < end
-    position = original_positions(column, inside, query_fold, query_list, QUERIES, PARTIAL)  # (BLOCK_Q,)
-    q_tile = load_rows(q, position, stride_q, inside, WIDTH, W, PARTIAL)  # (BLOCK_Q, W)
-    row_lse, row_delta = load_pairs(per_query, position, inside, BLOCK_Q, DOUBLINGS, PARTIAL)
-    s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
-    p = tl.exp2(s * (SCALE * LOG2E) - row_lse[None, :])
-    if PARTIAL:
-        allowed = allowed_columns(first, low, high, BLOCK_Q)
-        if EARLIER > 0:
-            rows, exist, lists, context = earlier
-            allowed = without_earlier(
-                allowed, position[None, :], inside[None, :], rows[:, None], exist[:, None], lists, context, EARLIER
-            )  # fmt: skip
-        p = tl.where(allowed, p, 0.0)
-    grad_tile = load_rows(grad_out, position, stride_g, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_Q, WV)
-    dv = tl.dot(narrow(p, grad_tile.dtype, ROUND_BF16), grad_tile, dv, input_precision="ieee", out_dtype=dv.dtype)
-    dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
-    ds = p * (dp - row_delta[None, :]) * SCALE
-    dk = tl.dot(narrow(ds, q_tile.dtype, ROUND_BF16), q_tile, dk, input_precision="ieee", out_dtype=dk.dtype)
-    return dk, dv
-
-
 @triton.jit(do_not_specialize=COUNTS)
 def dkdv_kernel(
     q, k, v, grad_out,
@@ -173,7 +132,7 @@ def dkdv_kernel(
     query_fold = load_fold(fields + COLUMN_FOLD, COLUMNS)
     query_list = data + tl.load(fields + COLUMN_LIST)
     low, high = intervals(row, inside, fields, data, BOUNDS)  # (BLOCK_K,)
-    earlier = (position, inside, data + tl.load(fields + EARLIER_LIST), context)
+    earlier_list = data + tl.load(fields + EARLIER_LIST)
     num_full = full_last - full_first
     for PARTIAL in tl.static_range(EARLIER > 0, 2):  # full tiles, then those with a mask
         if PARTIAL:
@@ -182,11 +141,29 @@ def dkdv_kernel(
             first_turn, last_turn = full_first, full_last
         for turn in range(first_turn, last_turn):
             number = tl.where(turn < full_first, turn, turn + num_full) if PARTIAL else turn
-            dk_tile, dv_tile = _add_to_dkdv(
-                dk_tile, dv_tile, k_tile, v_tile, q, grad_out, per_query, stride_qn, stride_gn,
-                origin + number * BLOCK_Q, end, low, high, query_fold, query_list, earlier,
-                SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_Q, COLUMNS, PARTIAL, EARLIER, DOUBLINGS, ROUND_BF16,
-            )  # fmt: skip
+            first = origin + number * BLOCK_Q
+            column = first + tl.arange(0, BLOCK_Q)
+            exists = column < end
+            query = original_positions(column, exists, query_fold, query_list, COLUMNS, PARTIAL)  # (BLOCK_Q,)
+            q_tile = load_rows(q, query, stride_qn, exists, WIDTH, W, PARTIAL)  # (BLOCK_Q, W)
+            row_lse, row_delta = load_pairs(per_query, query, exists, BLOCK_Q, DOUBLINGS, PARTIAL)
+            # Scores are transposed, so that no product needs P or dS transposed.
+            s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
+            p = tl.exp2(s * (SCALE * LOG2E) - row_lse[None, :])
+            if PARTIAL:
+                allowed = allowed_columns(first, low, high, BLOCK_Q)
+                if EARLIER > 0:
+                    allowed = without_earlier(
+                        allowed, query[None, :], exists[None, :], position[:, None], inside[:, None],
+                        earlier_list, context, EARLIER,
+                    )  # fmt: skip
+                p = tl.where(allowed, p, 0.0)
+            grad_tile = load_rows(grad_out, query, stride_gn, exists, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_Q, WV)
+            narrow_p = narrow(p, grad_tile.dtype, ROUND_BF16)
+            dv_tile = tl.dot(narrow_p, grad_tile, dv_tile, input_precision="ieee", out_dtype=ACCUMULATOR)
+            dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision="ieee")  # (BLOCK_K, BLOCK_Q)
+            ds = narrow(p * (dp - row_delta[None, :]) * SCALE, q_tile.dtype, ROUND_BF16)
+            dk_tile = tl.dot(ds, q_tile, dk_tile, input_precision="ieee", out_dtype=ACCUMULATOR)
 
     dk += batch * stride_dkb + head * stride_dkh
     dv += batch * stride_dvb + head * stride_dvh
@@ -199,45 +176,6 @@ def dkdv_kernel(
         (head_sources, source_data, num_sources), (stride_dkn, stride_dvn),
         WIDTH, W, VALUE_WIDTH, WV, FINAL, SOURCES, SOURCE_FORM,
     )  # fmt: skip
-
-
-@triton.jit
-def _add_to_dq(
-    dq,  # (BLOCK_Q, W)
-    q_tile,  # (BLOCK_Q, W)
-    grad_tile,  # (BLOCK_Q, WV)
-    row_lse,  # (BLOCK_Q,) in log2
-    row_delta,  # (BLOCK_Q,)
-    k,  # of this batch entry and head, as is v
-    v, stride_k, stride_v,
-    first,  # column of the tile's first key
-    end,
-    low,  # (BLOCK_Q,)
-    high, key_fold, key_list,
-    earlier,  # arguments of ``without_earlier`` about the rows
-    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
-    BLOCK_K: tl.constexpr, KEYS: tl.constexpr, PARTIAL: tl.constexpr, EARLIER: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
-):  # fmt: skip
-    """Add the gradient through one tile of keys."""
-    column = first + tl.arange(0, BLOCK_K)
-    inside = column < end
-    position = original_positions(column, inside, key_fold, key_list, KEYS, PARTIAL)  # (BLOCK_K,)
-    k_tile = load_rows(k, position, stride_k, inside, WIDTH, W, PARTIAL)  # (BLOCK_K, W)
-    v_tile = load_rows(v, position, stride_v, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_K, WV)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
-    p = tl.exp2(s * (SCALE * LOG2E) - row_lse[:, None])
-    if PARTIAL:
-        allowed = allowed_columns(first, low, high, BLOCK_K)
-        if EARLIER > 0:
-            rows, exist, lists, context = earlier
-            allowed = without_earlier(
-                allowed, rows[:, None], exist[:, None], position[None, :], inside[None, :], lists, context, EARLIER
-            )  # fmt: skip
-        p = tl.where(allowed, p, 0.0)
-    dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
-    ds = p * (dp - row_delta[:, None]) * SCALE
-    return tl.dot(narrow(ds, k_tile.dtype, ROUND_BF16), k_tile, dq, input_precision="ieee", out_dtype=dq.dtype)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -289,7 +227,7 @@ def dq_kernel(
         low, high = intervals(row, inside, entry, data, BOUNDS[segment])  # (BLOCK_Q,)
         visited = visited_tiles(first_row, last_row, entry, data, BLOCK_K, BOUNDS[segment])
         origin, end, count, full_first, full_last = visited
-        earlier = (position, inside, data + tl.load(entry + EARLIER_LIST), context)
+        earlier_list = data + tl.load(entry + EARLIER_LIST)
         if EARLIER[segment] > 0:  # any tile may have pairs of an earlier part
             full_first, full_last = count, count
         num_full = full_last - full_first
@@ -300,11 +238,25 @@ def dq_kernel(
                 begin, stop = full_first, full_last
             for turn in range(begin, stop):
                 number = tl.where(turn < full_first, turn, turn + num_full) if PARTIAL else turn
-                dq_tile = _add_to_dq(
-                    dq_tile, q_tile, grad_tile, row_lse, row_delta, k, v, stride_kn, stride_vn,
-                    origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
-                    SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], PARTIAL, EARLIER[segment], ROUND_BF16,
-                )  # fmt: skip
+                first = origin + number * BLOCK_K
+                column = first + tl.arange(0, BLOCK_K)
+                exists = column < end
+                key = original_positions(column, exists, key_fold, key_list, COLUMNS[segment], PARTIAL)  # (BLOCK_K,)
+                k_tile = load_rows(k, key, stride_kn, exists, WIDTH, W, PARTIAL)  # (BLOCK_K, W)
+                v_tile = load_rows(v, key, stride_vn, exists, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_K, WV)
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
+                p = tl.exp2(s * (SCALE * LOG2E) - row_lse[:, None])
+                if PARTIAL:
+                    allowed = allowed_columns(first, low, high, BLOCK_K)
+                    if EARLIER[segment] > 0:
+                        allowed = without_earlier(
+                            allowed, position[:, None], inside[:, None], key[None, :], exists[None, :],
+                            earlier_list, context, EARLIER[segment],
+                        )  # fmt: skip
+                    p = tl.where(allowed, p, 0.0)
+                dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
+                ds = narrow(p * (dp - row_delta[:, None]) * SCALE, k_tile.dtype, ROUND_BF16)
+                dq_tile = tl.dot(ds, k_tile, dq_tile, input_precision="ieee", out_dtype=ACCUMULATOR)
 
     dq += batch * stride_dqb + head * stride_dqh
     first_row, last_row = tile_bounds(tile, fields)  # recomputed, to free registers during the visits

@@ -34,47 +34,6 @@ from longstride.kernels.backends.triton.tile import (
 )
 
 
-@triton.jit
-def _attend_tile(
-    acc,  # (BLOCK_Q, WV)
-    m,  # (BLOCK_Q,)
-    total,  # (BLOCK_Q,)
-    q_tile,  # (BLOCK_Q, W)
-    k,  # of this batch entry and head, as is v
-    v, stride_k, stride_v,
-    first,  # column of the tile's first key
-    end,
-    low,  # (BLOCK_Q,)
-    high, key_fold, key_list,
-    earlier,  # arguments of ``without_earlier`` about the rows
-    SCALE: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, VALUE_WIDTH: tl.constexpr, WV: tl.constexpr,
-    BLOCK_K: tl.constexpr, KEYS: tl.constexpr, PARTIAL: tl.constexpr, EARLIER: tl.constexpr,
-    ROUND_BF16: tl.constexpr,
-):  # fmt: skip
-    """Add one tile of keys to the running output, maximum and sum."""
-    column = first + tl.arange(0, BLOCK_K)
-    inside = column < end
-    position = original_positions(column, inside, key_fold, key_list, KEYS, PARTIAL)  # (BLOCK_K,)
-    k_tile = load_rows(k, position, stride_k, inside, WIDTH, W, PARTIAL)  # (BLOCK_K, W)
-    s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
-    if PARTIAL:
-        allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
-        if EARLIER > 0:
-            rows, exist, lists, context = earlier
-            allowed = without_earlier(
-                allowed, rows[:, None], exist[:, None], position[None, :], inside[None, :], lists, context, EARLIER
-            )  # fmt: skip
-        s = tl.where(allowed, s, float("-inf"))
-    new_m = tl.maximum(m, tl.max(s, 1) * (SCALE * LOG2E))
-    p = tl.exp2(s * (SCALE * LOG2E) - new_m[:, None])  # (BLOCK_Q, BLOCK_K)
-    fade = tl.exp2(m - new_m)
-    total = total * fade + tl.sum(p, 1)
-    v_tile = load_rows(v, position, stride_v, inside, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_K, WV)
-    acc = acc * fade[:, None]
-    acc = tl.dot(narrow(p, v_tile.dtype, ROUND_BF16), v_tile, acc, input_precision="ieee", out_dtype=acc.dtype)
-    return acc, new_m, total
-
-
 @triton.jit(do_not_specialize=COUNTS)
 def forward_kernel(
     q, k, v,
@@ -127,7 +86,7 @@ def forward_kernel(
         reads = reads | (low < high)
         visited = visited_tiles(first_row, last_row, entry, data, BLOCK_K, BOUNDS[segment])
         origin, end, count, full_first, full_last = visited
-        earlier = (position, inside, data + tl.load(entry + EARLIER_LIST), context)
+        earlier_list = data + tl.load(entry + EARLIER_LIST)
         if EARLIER[segment] > 0:  # any tile may have pairs of an earlier part
             full_first, full_last = count, count
         num_full = full_last - full_first
@@ -138,11 +97,28 @@ def forward_kernel(
                 begin, stop = full_first, full_last
             for turn in range(begin, stop):
                 number = tl.where(turn < full_first, turn, turn + num_full) if PARTIAL else turn
-                acc, m, total = _attend_tile(
-                    acc, m, total, q_tile, k, v, stride_kn, stride_vn,
-                    origin + number * BLOCK_K, end, low, high, key_fold, key_list, earlier,
-                    SCALE, WIDTH, W, VALUE_WIDTH, WV, BLOCK_K, COLUMNS[segment], PARTIAL, EARLIER[segment], ROUND_BF16,
-                )  # fmt: skip
+                column = origin + number * BLOCK_K + tl.arange(0, BLOCK_K)
+                exists = column < end
+                key = original_positions(column, exists, key_fold, key_list, COLUMNS[segment], PARTIAL)  # (BLOCK_K,)
+                k_tile = load_rows(k, key, stride_kn, exists, WIDTH, W, PARTIAL)  # (BLOCK_K, W)
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # (BLOCK_Q, BLOCK_K)
+                if PARTIAL:
+                    allowed = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
+                    if EARLIER[segment] > 0:
+                        allowed = without_earlier(
+                            allowed, position[:, None], inside[:, None], key[None, :], exists[None, :],
+                            earlier_list, context, EARLIER[segment],
+                        )  # fmt: skip
+                    s = tl.where(allowed, s, float("-inf"))
+                new_m = tl.maximum(m, tl.max(s, 1) * (SCALE * LOG2E))
+                p = tl.exp2(s * (SCALE * LOG2E) - new_m[:, None])  # (BLOCK_Q, BLOCK_K)
+                fade = tl.exp2(m - new_m)
+                total = total * fade + tl.sum(p, 1)
+                v_tile = load_rows(v, key, stride_vn, exists, VALUE_WIDTH, WV, PARTIAL)  # (BLOCK_K, WV)
+                acc = acc * fade[:, None]
+                p = narrow(p, v_tile.dtype, ROUND_BF16)
+                acc = tl.dot(p, v_tile, acc, input_precision="ieee", out_dtype=ACCUMULATOR)
+                m = new_m
 
     out += batch * stride_ob + head * stride_oh
     first_row, last_row = tile_bounds(tile, fields)  # recomputed, to free registers during the visits
