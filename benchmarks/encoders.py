@@ -133,10 +133,10 @@ def tables(result: dict[str, Any]) -> str:
     costs = markdown(["attention", *columns, "growth of time", "of memory"], lines)
     scores = []
     for name, runs in result["trainings"].items():
-        bits, seconds = ([run[key] for run in runs] for key in ("bits_per_masked_byte", "seconds"))
+        bits = [run["bits_per_masked_byte"] for run in runs]
         spread = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f})"
-        scores.append([name, spread, f"{statistics.fmean(seconds):.0f}"])
-    trained = markdown(["", "bits per masked byte", "seconds"], scores)
+        scores.append([name, spread])
+    trained = markdown(["", "bits per masked byte"], scores)
     title = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}. "
     layer = f"Both passes of a layer in fp32, {HEADS} heads of width {HEAD_WIDTH}, windows of {REACH} to each side, or "
     heading = f"After {result['steps']} steps, the mean of the seeds, with the least and the most:"
