@@ -19,6 +19,8 @@ _EDGE = 8  # edge of a cell of the colour cube, for look-ups
 _CELLS = 256 // _EDGE  # cells along an axis
 _ROUNDS = 40  # most rounds of k-means
 _LEAST_GAIN = 1000  # k-means stops when a round lowers the error by less than 1/_LEAST_GAIN
+_MOST_DISTANCES = 2**29  # for more distances than this, a table is faster
+_DISTANCES = 2**20  # in memory at once
 
 
 class Palette:
@@ -182,8 +184,14 @@ def _boxes(colours: np.ndarray, weights: np.ndarray, count: int) -> np.ndarray:
 
 
 def _members(palette: Palette, colours: np.ndarray) -> np.ndarray:
-    """Return the nearest palette colour of colours (n, 3), (n,) integers."""
-    return palette.tokens(colours.astype(np.uint8).reshape(-1))
+    """Return the nearest palette colour of colours (n, 3), (n,) integers, like ``Palette.tokens``."""
+    if len(colours) * len(palette) > _MOST_DISTANCES:
+        return palette.tokens(colours.astype(np.uint8).reshape(-1))
+    centres = palette.colours.astype(np.float32)  # fp32 adds integers below 2**24 without rounding
+    lengths, doubled = (centres**2).sum(1), 2 * centres.T
+    rows = max(1, _DISTANCES // len(palette))
+    parts = (colours[first : first + rows].astype(np.float32) for first in range(0, len(colours), rows))
+    return np.concatenate([(lengths - part @ doubled).argmin(1) for part in parts])
 
 
 def _errors(palette: Palette, members: np.ndarray, colours: np.ndarray, weights: np.ndarray) -> np.ndarray:
