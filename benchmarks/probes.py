@@ -15,6 +15,7 @@ import string
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def draw_digits(folder: Path, count: int) -> None:
         generator = random.Random(number)
         digit = generator.choice(string.digits)
         picture = Image.new("L", (EDGE, EDGE))
-        middle = [EDGE / 2 + generator.uniform(-LARGEST_SHIFT, LARGEST_SHIFT) for _ in range(2)]
+        shift = partial(generator.uniform, -LARGEST_SHIFT, LARGEST_SHIFT)
+        middle = EDGE / 2 + shift(), EDGE / 2 + shift()
         ImageDraw.Draw(picture).text(middle, digit, fill=255, font=generator.choice(fonts), anchor="mm")
         angle = generator.uniform(-LARGEST_ANGLE, LARGEST_ANGLE)
         picture.rotate(angle, Image.Resampling.BILINEAR).convert("RGB").save(folder / f"{number:06}.png")
