@@ -115,8 +115,9 @@ def tests() -> Iterator[Callable[[], object]]:
         marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
         if name.startswith("test_") and marks and name not in WITHOUT:
             names = [word.strip() for word in marks[0].args[0].split(",")]
-            for values in marks[0].args[1]:
-                yield partial(run_test, function, dict(zip(names, values if len(names) > 1 else [values], strict=True)))
+            for case in marks[0].args[1]:
+                values = getattr(case, "values", case) if len(names) > 1 else [case]
+                yield partial(run_test, function, dict(zip(names, values, strict=True)))
 
 
 def run_test(function: Callable[..., None], arguments: dict[str, Any]) -> None:

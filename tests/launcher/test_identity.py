@@ -20,7 +20,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, open_checkpoint, write_json
 from longstride.launcher.config import RunConfig
 from longstride.launcher.data import RunSetup, TrainingData, WeightSource
-from longstride.launcher.drawing.attention import of_run
+from longstride.launcher.drawing.attention import draw_attention
 from longstride.launcher.evaluation import evaluate
 from longstride.launcher.identity import check_matches, open_data, trained_on
 from longstride.launcher.models import ModelData
@@ -152,13 +152,13 @@ def find_way(made: Made) -> None:
 
 VERBS: dict[str, Callable[[Made], object]] = {
     "evaluate": lambda made: evaluate.run(arguments_of(made, None)),
-    "show attention": lambda made: of_run(made.folder, None, 0, "trained", None, None, False),
+    "show attention": lambda made: draw_attention(made.folder),
     "resume": lambda made: check_matches(made.checkpoint, made.config, TrainingData(made.config, Ranks()).identity),
     "replay": find_way,
 }
 NAMED: dict[str, Callable[[Made], object]] = {
     "evaluate": lambda made: evaluate.run(arguments_of(made, str(made.link))),
-    "show attention": lambda made: of_run(made.folder, None, 0, "trained", str(made.link), None, False),
+    "show attention": lambda made: draw_attention(made.folder, data=str(made.link)),
 }
 
 
@@ -175,7 +175,7 @@ def weightless(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(SavedState, "check_size", staticmethod(lambda _: None))
     monkeypatch.setattr("longstride.launcher.evaluation.evaluate.compile_kernels", read)
-    monkeypatch.setattr("longstride.launcher.checkpoints.master_weights", read)
+    monkeypatch.setattr("longstride.launcher.evaluation.evaluate.master_weights", read)
 
 
 @pytest.mark.parametrize("verb", VERBS)

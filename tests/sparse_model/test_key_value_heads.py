@@ -94,7 +94,7 @@ def test_what_is_kept_and_projected_is_less_and_the_pairs_are_the_same(attention
     saved = {name: parts[0][name] - parts[1][name] for name in parts[0]}
     assert {name for name in saved if saved[name]} == {models[0].blocks[0].attention.part}
     assert sum(saved.values()) == 3 * 2 * 48 * (64 + 1)  # of each layer, 48 channels of keys and of values less
-    works = [work(model.config).whole for model in models]
+    works = [work(model.config).total for model in models]
     assert works[0].linear - works[1].linear == 2 * 40 * 3 * 2 * 48 * 64
     assert (works[0].pairs, works[0].scores, works[0].values) == (works[1].pairs, works[1].scores, works[1].values)
     assert models[1].blocks[0].attention.stacked_rows == {"query_key_value": (64, 16, 16)}

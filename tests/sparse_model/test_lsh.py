@@ -114,6 +114,6 @@ def test_keys_have_no_weights() -> None:
 
 
 def test_rotations_cost_a_forward_pass_alone() -> None:
-    few, many = (work(small(**hashed(buckets=buckets))).whole for buckets in (4, 12))
+    few, many = (work(small(**hashed(buckets=buckets))).total for buckets in (4, 12))
     assert many.forward - few.forward == 2 * 40 * 4 * 3 * 16 * (6 - 2)
     assert many.backward == few.backward

@@ -140,9 +140,9 @@ def test_operations_are_those_that_torch_counts() -> None:
         nats = model(tokens, return_nats=True)
     with FlopCounterMode(display=False) as backward:
         nats.sum().backward()
-    planned = work(config).whole
+    planned = work(config).total
     assert forward.get_total_flops() == planned.forward
     assert backward.get_total_flops() == planned.backward
-    products = work(small(**synthesizer(["dense", "factorized_random"], hidden=8, rank=3))).whole
+    products = work(small(**synthesizer(["dense", "factorized_random"], hidden=8, rank=3))).total
     assert (planned.pairs, planned.scores) == (products.pairs, 0)
     assert (products.scores, products.values) == (2 * products.pairs * (8 + 3), 2 * products.pairs * 16)

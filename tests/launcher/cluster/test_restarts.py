@@ -191,9 +191,7 @@ def test_host_that_is_cut_off_from_all_others_asks_them_again(
 
 
 @pytest.mark.parametrize("resume", ["4", "best", "never"])
-def test_step_to_resume_from_is_kept_until_the_run_has_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: str
-) -> None:
+def test_step_to_resume_from_is_kept_until_the_run_has_begun(played: Played, tmp_path: Path, resume: str) -> None:
     """A run that begins moves aside what lies beyond its step."""
     steps = iter(range(1, 5))
 
@@ -201,9 +199,8 @@ def test_step_to_resume_from_is_kept_until_the_run_has_begun(
         record(tmp_path, next(steps))
         return exit_codes.HUNG
 
-    played = Played(tmp_path, [further] * 4, monkeypatch)
     played.begun = [False, False, True, False]
-    assert played.go(3, resume) == exit_codes.HUNG
+    assert played.go([further] * 4, 3, resume) == exit_codes.HUNG
     again = "auto" if resume == "never" else resume
     assert played.resumed == [resume, again, again, "auto"]
 

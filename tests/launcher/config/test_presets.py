@@ -253,8 +253,8 @@ def test_documents_figures_are_what_plan_says(memory: bool) -> None:
         works = [work(model, config.train.micro_batch) for model in (config.model, with_dense)]
         steps = [sum(step_flops(each, config).values()) / 1e12 for each in works]
         assert [number(step), number(dense_step)] == pytest.approx(steps, rel=0.005)
-        assert works[1].whole.pairs == config.model.layers * dense_pairs(config.model)
-        assert share == f"{works[0].whole.pairs / works[1].whole.pairs:.2%}".replace("%", " %")
+        assert works[1].total.pairs == config.model.layers * dense_pairs(config.model)
+        assert share == f"{works[0].total.pairs / works[1].total.pairs:.2%}".replace("%", " %")
         if memory:
             held = states(sum(parameter_parts(config.model).values()), config, min(8, config.train.global_batch), 1)
             held = held if name not in ("music_1m", LONG) else states(held.weights // 2, config, 1, 0)

@@ -34,11 +34,13 @@ def folders(shared: Callable[..., Path]) -> Path:
         for number in range(20):
             text = " ".join(words.choice(["sparse", "dense", "stride"]) for _ in range(200))
             (folder / "source/text" / f"{number}.txt").write_text(text)
+            (folder / "source/text" / f"{number}.cls").write_text(str(number % 2))
             (folder / "source/short" / f"{number}.txt").write_text("few")
             Image.fromarray(noise.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(
                 folder / "source/pictures" / f"{number}.png"
             )
         build([folder / "source/text"], folder / "text", validation_fraction=0.2)
+        build([folder / "source/text"], folder / "labelled", labels=True, validation_fraction=0.2)
         build([folder / "source/short"], folder / "short", validation_fraction=0.2)
         pictures = [folder / "source/pictures"]
         build(pictures, folder / "pictures", modality="image", validation_fraction=0.2)
@@ -85,6 +87,7 @@ def test_a_new_run_trains_on_its_data(kind: str, words: list[str], folders: Path
 
 PRESETS = sorted(file.stem for file in EXPERIMENTS.glob("*.json"))
 READ = {
+    "bert_labels": "labelled",
     "cifar10": "pictures",
     "imagenet64": "pictures",
     "pictures_miniature": "pictures",

@@ -176,8 +176,8 @@ def test_ranks_agree_before_one_ends_that_differs_from_the_checkpoint(
 ) -> None:
     shutil.copytree(trained("zero0-fp32", 2), tmp_path / "run")
     (tmp_path / "text.txt").write_text("other words " * 400)
-    build([tmp_path / "text.txt"], tmp_path / "other", validation_fraction=0.2)
-    change, line = (text.format(other=tmp_path / "other") for text in (change, line))
+    build([tmp_path / "text.txt"], tmp_path / "o", validation_fraction=0.2)
+    change, line = (text.format(other=tmp_path / "o") for text in (change, line))
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
     port = free_port()
     ranks = [

@@ -13,7 +13,7 @@ from longstride.launcher.checkpoints import list_checkpoints, open_checkpoint
 from longstride.launcher.config import load_config
 from longstride.launcher.data import check_data
 from longstride.launcher.reporting.page import compose
-from longstride.launcher.reporting.records import Answers, read_run
+from longstride.launcher.reporting.records import read_run
 from longstride.launcher.training.loop import is_due
 from tests.harness.runs import complete, configuration, metrics, spawn
 
@@ -65,7 +65,7 @@ def test_what_reads_evaluations_works_or_names_the_way(
     assert rule in told("export", run, "--step", "best", "--output", "best", code=2)
     told("export", run, "--output", "model")
     assert "training bits per byte" in (card := Path("model/README.md").read_text()) and "validation" not in card
-    page = compose([read_run(alone / "run")], [], [Answers()])
+    page = compose([read_run(alone / "run")], [], [{}])
     assert "none, as train.evaluate_every is null" in page and f"evaluate {run} --split train --positions" in page
     with pytest.raises(ConfigError, match="complete ones: 4, 8; give the number of one"):
         open_checkpoint(alone / "run", "best")
