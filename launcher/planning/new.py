@@ -264,7 +264,7 @@ def _write(output: Path, content: dict[str, Any]) -> None:
             keys = ",\n".join(f"    {json.dumps(key)}: {json.dumps(value)}" for key, value in section.items())
             text = f"{{\n{keys}\n  }}"
         lines.append(f"  {json.dumps(name)}: {text}")
+    write_new(output, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
     schema = output.parent / SCHEMA_FILE
     if not os.path.lexists(schema):
         write_new(schema, f"{json.dumps(RunConfig.model_json_schema(), indent=1)}\n".encode())
-    write_new(output, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
