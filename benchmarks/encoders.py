@@ -2,7 +2,8 @@
 
 Trainings: models that differ in their attention alone learn masked bytes of Python's own sources by ``longstride
 train``, in one process of one thread, for equally many steps, from the same seeds. They are scored on the same held-out
-bytes, of which the same are masked.
+bytes, of which the same are masked. Two dense ones predict bytes in a random order instead (MPNet, XLNet); their scores
+compare with each other alone. ``--rows NAME …`` trains these models, and leaves the others' results as they are.
 
 Costs: forward and backward of one layer's mixer, projections included, at each context. Seconds are those of one
 thread, the least of some passes. Memory is the most that torch held at once during a pass beyond inputs and parameters.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
 import sys
 import sysconfig
@@ -38,7 +40,7 @@ BASE: dict[str, Any] = {
     "model.objective": {"type": "masked", "span": 5}, "model.rotary": None, "model.convolution": None,
     "model.ngrams": None, "train.micro_batch": 16, "train.global_batch": 16,
 }  # fmt: skip
-ROWS: dict[str, dict[str, Any]] = {  # sparse ones read about as many keys
+ATTENTION: dict[str, dict[str, Any]] = {  # sparse ones read about as many keys
     "dense": {"type": "dense", "causal": False},
     "longformer": {"type": "longformer", "window": 32, "globals": 1, "causal": False},
     "bigbird": {
@@ -46,8 +48,17 @@ ROWS: dict[str, dict[str, Any]] = {  # sparse ones read about as many keys
     },
     "linformer": {"type": "linformer", "rows": 64},
 }  # fmt: skip
+DENSE = ATTENTION["dense"]
+PERMUTED = {"type": "permuted", "span": 5}
+ROWS: dict[str, dict[str, Any]] = {name: {"model.attention": attention} for name, attention in ATTENTION.items()} | {
+    "mpnet": {"model.attention": DENSE, "model.objective": PERMUTED, "model.relative_bias": {}},
+    "xlnet": {
+        "model.attention": DENSE,
+        "model.objective": PERMUTED | {"compensate": False, "random": 0.0, "unchanged": 0.0},
+    },
+}
 COSTS: dict[str, dict[str, Any]] = {
-    "dense": ROWS["dense"],
+    "dense": DENSE,
     "longformer": {"type": "longformer", "window": REACH, "globals": 1, "causal": False},
     "linformer": {"type": "linformer", "rows": REACH},
 }
@@ -59,17 +70,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive(int), default=400, help="of every training")
     parser.add_argument("--seeds", type=positive(int), default=3)
     parser.add_argument("--parallel", type=positive(int), default=1, help="trainings at once, each on its own core")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="NAME", help=f"trainings alone: {', '.join(ROWS)}")
     parser.add_argument("--contexts", type=positive(int), nargs="+", default=[4_096, 16_384, 65_536], help="of costs")
     options = parse(parser, arguments, "encoders")
     torch.set_num_threads(1)
     result = about(torch.device("cpu")) | {"threads": 1, "steps": options.steps, "trainings": {}, "costs": []}
-    for context in options.contexts:
+    if options.rows and options.output.exists():
+        result = json.loads(options.output.read_text())
+        if result["steps"] != options.steps:
+            raise SystemExit(f"--steps={options.steps}: {options.output} has trainings of {result['steps']}; take that")
+    for context in [] if options.rows else options.contexts:
         for name in COSTS:
             result["costs"].append({"attention": name, "context": context} | cost(name, context))
             print(result["costs"][-1], flush=True)
             write_json(options.output, result)
     with tempfile.TemporaryDirectory() as place:
-        result["trainings"] = trainings(options, Path(place))
+        result["trainings"] |= trainings(options, Path(place))
     write_result(options, result)
     return 0
 
@@ -106,17 +122,19 @@ def trainings(options: argparse.Namespace, folder: Path) -> dict[str, list[dict[
     base = changed(recipe(), BASE)
 
     def train(name: str, seed: int) -> dict[str, Any]:
-        content = changed(base, {"model.attention": ROWS[name]})
+        content = changed(base, ROWS[name])
         output = folder / f"{name}-{seed}"
         lines = run(content, options.steps, seed, data, output, evaluate_contexts=HELD_OUT_CONTEXTS)
         _, bits = metrics_file.bits_of(lines[-1])
         assert bits is not None
         steps = [line for line in lines if metrics_file.is_step(line)]
         seconds = sum(line["seconds"] for line in steps)
-        return {"bits_per_masked_byte": rounded(bits), "seconds": rounded(seconds)}
+        return {"bits": rounded(bits), "seconds": rounded(seconds)}
 
     with ThreadPoolExecutor(options.parallel) as pool:
-        jobs = {name: [pool.submit(train, name, seed) for seed in range(options.seeds)] for name in ROWS}
+        jobs = {
+            name: [pool.submit(train, name, seed) for seed in range(options.seeds)] for name in options.rows or ROWS
+        }
         return {name: [job.result() for job in seeds] for name, seeds in jobs.items()}
 
 
@@ -133,10 +151,10 @@ def tables(result: dict[str, Any]) -> str:
     costs = markdown(["attention", *columns, "growth of time", "of memory"], lines)
     scores = []
     for name, runs in result["trainings"].items():
-        bits = [run["bits_per_masked_byte"] for run in runs]
+        bits = [run["bits"] for run in runs]
         spread = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f})"
         scores.append([name, spread])
-    trained = markdown(["", "bits per masked byte"], scores)
+    trained = markdown(["", "bits per masked or predicted byte"], scores)
     title = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}. "
     layer = f"Both passes of a layer in fp32, {HEADS} heads of width {HEAD_WIDTH}, windows of {REACH} to each side, or "
     heading = f"After {result['steps']} steps, the mean of the seeds, with the least and the most:"

@@ -10,9 +10,9 @@ from longstride.sparse_model import ModelConfig
 
 
 @pytest.mark.parametrize("name", encoders.ROWS)
-def test_rows_are_masked_models_that_differ_in_attention_alone(name: str) -> None:
+def test_rows_predict_as_many_bytes_to_both_sides(name: str) -> None:
     content = changed(recipe(), encoders.BASE)
-    model = ModelConfig.model_validate(changed(content, {"model.attention": encoders.ROWS[name]})["model"])
+    model = ModelConfig.model_validate(changed(content, encoders.ROWS[name])["model"])
     assert not model.objective.causal and model.objective.num_predicted(512) == 77
 
 
@@ -24,7 +24,7 @@ def test_costs_grow_with_the_context_and_have_their_row(monkeypatch: pytest.Monk
         for name in encoders.COSTS
     ]
     assert all(row["peak_bytes"] > row["context"] * 128 * 4 for row in costs)
-    run = {"bits_per_masked_byte": 2.5, "seconds": 3.0}
+    run = {"bits": 2.5, "seconds": 3.0}
     result = {"device": "a card", "torch": "2", "date": "today", "steps": 7, "costs": costs}
     text = encoders.tables(result | {"trainings": {name: [run, run] for name in encoders.ROWS}})
     assert text.count("| dense |") == 2 and "| linformer | 2.500 (2.500–2.500) |" in text and "1,024: s" in text
