@@ -3,7 +3,8 @@
 Trainings: models that differ in their attention alone learn masked bytes of Python's own sources by ``longstride
 train``, in one process of one thread, for equally many steps, from the same seeds. They are scored on the same held-out
 bytes, of which the same are masked. Two dense ones predict bytes in a random order instead (MPNet without its biases,
-XLNet); their scores compare with each other alone. ``--rows NAME …`` trains these models, and leaves the others' results as they are.
+XLNet); their scores compare with each other alone. ``--rows NAME …`` trains these models, and leaves the results of
+others as they are.
 
 Costs: forward and backward of one layer's mixer, projections included, at each context. Seconds are those of one
 thread, the least of some passes. Memory is the most that torch held at once during a pass beyond inputs and parameters.
