@@ -158,7 +158,7 @@ def tables(result: dict[str, Any]) -> str:
     trained = markdown(["", "bits per masked or predicted byte"], scores)
     title = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}. "
     layer = f"Both passes of a layer in fp32, {HEADS} heads of width {HEAD_WIDTH}, windows of {REACH} to each side, or "
-    heading = f"After {result['steps']} steps, the mean of the seeds, with the least and the most:"
+    heading = f"After {result['steps']} steps, mean of the seeds (least–most):"
     return f"{title}{layer}{REACH} mixtures:\n\n{costs}\n{heading}\n\n{trained}"
 
 
