@@ -194,7 +194,8 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
-            raise JSONError(f'key "{key[:80]}" occurs twice in one object')
+            shown = " and as ".join(json.dumps(each)[:40] for each in (content[key], value))
+            raise JSONError(f'key "{key[:80]}" occurs twice in one object, as {shown}; keep one')
         content[key] = value
     return content
 

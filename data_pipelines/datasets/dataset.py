@@ -1,8 +1,8 @@
 """The interface of a published dataset, the search for its files, and the download of missing ones.
 
-Documents are excerpts of larger files. CIFAR-10 and the downsampled
-ImageNet are distributed in planes: rows of fixed size, each with all red bytes of a picture, then all green, then all
-blue ones. Content is in the order of the image modality: row by row, pixel by pixel, in a pixel red, green, blue.
+Documents are excerpts of larger files. CIFAR-10 and the downsampled ImageNet are distributed in planes: rows of fixed
+size, each with all red bytes of a picture, then all green, then all blue ones. Content is in the order of the image
+modality: row by row, pixel by pixel, in a pixel red, green, blue.
 """
 
 from abc import ABC, abstractmethod

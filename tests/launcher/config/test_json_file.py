@@ -13,8 +13,14 @@ from longstride.launcher.config.loading import flattened, load_json_object, pars
     [
         ('{"a": 1,\n "b": }', ":2:7: not JSON: Expecting value"),
         ('{"a": 1\n "b": 2}', ":2:2: not JSON: Expecting ',' delimiter"),
-        ('{"a": {"b": 1,\n  "b": 2}, "a": [{"x": 1}, {"x": 2}]}', ': key "b" occurs twice in one object'),
-        ('{"a": {"b": 1}, "a": [{"x": 1}, {"x": 2}]}', ': key "a" occurs twice in one object'),
+        (
+            '{"a": {"b": 1,\n  "b": 2}, "a": [{"x": 1}, {"x": 2}]}',
+            ': key "b" occurs twice in one object, as 1 and as 2; keep one',
+        ),
+        (
+            '{"a": {"b": 1}, "a": [{"x": 1}, {"x": 2}]}',
+            ': key "a" occurs twice in one object, as {"b": 1} and as [{"x": 1}, {"x": 2}]; keep one',
+        ),
         ('{"a": NaN}', ": NaN is not JSON; give a finite number"),
         ("[1]", ": must hold a JSON object"),
         ("", ":1:1: not JSON: Expecting value"),
