@@ -69,7 +69,7 @@ class Learner:
 
     def step(self, tokens: Tensor, number: int) -> Tensor:
         """Take the step of this number on (B, N) bytes; return their nats (B, N)."""
-        nats, auxiliary, statistics = self.network(tokens, return_nats=True, return_extras=True)
+        nats, auxiliary, statistics, _ = self.network(tokens, return_nats=True, return_extras=True)
         (nats.mean() if auxiliary is None else nats.mean() + auxiliary).backward()
         for name, master in self.masters.items():
             gradient, self.weights[name].grad = self.weights[name].grad, None

@@ -180,8 +180,9 @@ class Reversible(torch.autograd.Function):
     """All residual blocks, storing only the streams after the last one.
 
     Takes embedded positions h (B, N, C), the tensor that all layers share or None, the blocks, and the context of each.
-    Returns rows (B, N, C), the sum of the auxiliary losses or None, and the statistics. The backward pass visits the
-    sub-layers from last to first. Running one again gives its gradients and the stream before it.
+    Returns the fields of an output: rows (B, N, C), the sum of the auxiliary losses or None, and tuples of tensors
+    without gradients. The backward pass visits the sub-layers from last to first. Running one again gives its gradients
+    and the stream before it.
     """
 
     @staticmethod
@@ -201,9 +202,8 @@ class Reversible(torch.autograd.Function):
         ctx.sublayers = [
             (part, context) for block, context in zip(blocks, contexts, strict=True) for part in block.sublayers()
         ]
-        ctx.mark_non_differentiable(*output.statistics)
         ctx.set_materialize_grads(False)
-        return closed(output.rows, h.dtype), output.auxiliary_loss, *output.statistics
+        return closed(output.rows, h.dtype), output.auxiliary_loss, output.statistics, output.carried
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_auxiliary: Tensor | None, *_: None) -> tuple[Any, ...]:

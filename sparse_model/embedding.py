@@ -59,6 +59,7 @@ class Embedding(Part):
         places: Tensor | None = None,
         embedded: Tensor | None = None,
         real: Tensor | None = None,
+        last: Tensor | None = None,
     ) -> Tensor:
         """Embed tokens (B, N), integers of any type, to (B, N, C): row i holds token i - 1 and position i.
 
@@ -71,12 +72,13 @@ class Embedding(Part):
             embedded: (B, N - 1, C), replaces the rows of the token table; only without sequence parallelism and for
                 causal objectives.
             real: (B, N) bool, False where a row is padding.
+            last: (B, ``reach``) integers, the tokens before the context, each plus 1; 0: there was none.
         """
         section = self.division.section(tokens.shape[1])
         positions = torch.arange(section.start, section.stop, device=tokens.device)
         places = None if places is None else places[:, section]
         if self.config.objective.causal:
-            h = self._shifted(tokens, section, places, embedded, None if real is None else real[:, section])
+            h = self._shifted(tokens, section, places, embedded, None if real is None else real[:, section], last)
         else:
             inputs = tokens[:, section].long()
             if self.config.objective.mask_rows:
@@ -90,7 +92,13 @@ class Embedding(Part):
         return rows
 
     def _shifted(
-        self, tokens: Tensor, section: slice, places: Tensor | None, embedded: Tensor | None, real: Tensor | None
+        self,
+        tokens: Tensor,
+        section: slice,
+        places: Tensor | None,
+        embedded: Tensor | None,
+        real: Tensor | None,
+        last: Tensor | None,
     ) -> Tensor:
         """Return a section's rows without positions; ``places`` and ``real`` are the section's."""
         before = tokens[:, max(0, section.start - self.reach) : section.stop - 1].long()
@@ -99,11 +107,18 @@ class Embedding(Part):
             start = self.start.expand(tokens.shape[0], 1, -1)
             h = torch.cat([start, self.tokens(before[:, self.reach :]) if embedded is None else embedded], dim=1)
         else:  # the start has a gradient on every process
-            last = before[:, self.reach - 1 :]
+            previous = before[:, self.reach - 1 :]
             positions = torch.arange(section.start, section.stop, device=tokens.device)
-            h = torch.where((positions == 0)[:, None], self.start, self.tokens(last.clamp_min(0)))
+            h = torch.where((positions == 0)[:, None], self.start, self.tokens(previous.clamp_min(0)))
         if places is not None:
             h = torch.where((places == 0)[..., None], self.start, h)
+        if last is not None:  # sections are not divided
+            before = torch.cat([last.long() - 1, before[:, self.reach :]], 1)
+            goes_on = last[:, -1:] > 0
+            first = torch.where(goes_on[..., None], self.tokens(before[:, None, self.reach - 1].clamp_min(0)), h[:, :1])
+            h = torch.cat([first, h[:, 1:]], 1)
+            if places is not None:  # the first document's n-grams reach back
+                places = places + self.reach * (goes_on & (places == torch.arange(places.shape[1], device=h.device)))
         if self.ngrams is not None:
             h = self.ngrams(h, before, places, real)
         return h

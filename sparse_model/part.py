@@ -47,6 +47,8 @@ class BlockContext(NamedTuple):
     # (B, N) bool, False for padding; None: all are real. Of whole contexts for a mixer, local rows for a feed-forward.
     real: Tensor | None = None
     shared: Tensor | None = None  # the output of the part that all layers share, see ``MixerConfig.make_shared``
+    # What the mixer returned as ``MixerOutput.carried`` for the contexts before these; (): not asked to carry
+    carried: tuple[Tensor, ...] = ()
 
 
 PLAIN = BlockContext()
@@ -61,23 +63,35 @@ def places_of(begins: Tensor) -> Tensor:
     return positions - torch.where(begins, positions, 0).cummax(-1).values
 
 
+class Carried(NamedTuple):
+    """A tensor that a part hands from each context to the next one of its lane."""
+
+    shape: tuple[int, ...]  # of one context, to which (B,) is added in front
+    dtype: torch.dtype | None = None  # None: that of the rows
+
+
 class MixerOutput(NamedTuple):
     """Output of a part, of a block or of all blocks."""
 
     rows: Tensor  # (B, N, C), to be added to the residual stream
     auxiliary_loss: Tensor | None = None  # () fp32: a mean over positions, added to the training loss, not to the nats
     statistics: tuple[Tensor, ...] = ()  # in training, one for each part that observes; summed over contexts
+    carried: tuple[Tensor, ...] = ()  # without gradients: for the next contexts, if the ``BlockContext`` has some
 
     def after(self, earlier: MixerOutput) -> MixerOutput:
-        """Add the auxiliary losses and statistics of earlier parts; the rows stay."""
+        """Add the auxiliary losses, statistics and carried tensors of earlier parts; the rows stay."""
         loss = self.auxiliary_loss
         if earlier.auxiliary_loss is not None:
             loss = earlier.auxiliary_loss if loss is None else earlier.auxiliary_loss + loss
-        return MixerOutput(self.rows, loss, earlier.statistics + self.statistics)
+        return MixerOutput(self.rows, loss, earlier.statistics + self.statistics, earlier.carried + self.carried)
 
 
 class State(Protocol):
-    """The cache of one mixer for generation."""
+    """The cache of one mixer for generation.
+
+    That of a mixer with ``carried`` also has a method ``carry()``: begin the next context, after a whole one, with what
+    training hands to it.
+    """
 
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
         """Replace contexts ``into`` by copies of contexts ``order`` of ``source``, in their first ``length`` rows.
@@ -149,6 +163,10 @@ class Mixer(Part, ABC):
     reach: int = 1  # how many tokens before a row decide what it reads, in generation
     choice: Hashable = None  # mixers of equal ``patterns`` and ``choice`` have equal selections
     reads_shared: bool = False  # whether it reads ``BlockContext.shared``
+    # What it hands to the next context of a lane. Zeros mean that nothing came before: position 0 then begins a text.
+    # Later positions that begin a document (place 0) read nothing that was carried. Never kept on the module: a block
+    # that is recomputed in the backward pass must read what it read in the forward pass.
+    carried: tuple[Carried, ...] = ()
 
     @abstractmethod
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:

@@ -5,6 +5,7 @@ Letters: B batch, N positions, C width, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from longstride.sparse_model.embedding import Embedding
 from longstride.sparse_model.norm import norm_of
 from longstride.sparse_model.objectives import Layout
 from longstride.sparse_model.output import ClassLogits, Logits
-from longstride.sparse_model.part import BlockContext, Mixer, MixerOutput, Part, State, Work, places_of
+from longstride.sparse_model.part import BlockContext, Carried, Mixer, MixerOutput, Part, State, Work, places_of
 from longstride.sparse_model.rotary import Rotary
 
 # Called as (block, rows, context) in place of a block, or as (block, rows, context, shared) if layers share parameters;
@@ -168,6 +169,7 @@ class SparseTransformer(Part):
         inputs: Tensor | None = None,
         predicted: Tensor | None = None,
         labels: Tensor | None = None,
+        carried: tuple[Tensor, ...] = (),
     ) -> Tensor | MixerOutput:
         """Predict tokens[:, i] in row i from tokens[:, :i], or with ``begins`` from those of them in the same document.
 
@@ -187,12 +189,14 @@ class SparseTransformer(Part):
             inputs: (B, N) integers, see ``Corrupted``; None: the tokens themselves.
             predicted: (B, N), see ``Corrupted``. Tokens that are not predicted have no nats; None: all are predicted.
             labels: (B, 1) int64, the class of each context, -1 for one without; None: the mean over classes.
+            carried: what contexts before these have returned, or ``new_carried``; (): contexts stand alone, and nothing
+                is returned.
 
         Returns:
             Logits (B, N, V), or nats (B, N) in fp32, 0 for padding and where nothing is predicted (of logits only if
             the objective has a ``layout``). Of K classes logits (B, 1, K), or nats (B, 1). With ``return_extras`` these
-            are the rows of a ``MixerOutput`` with the sum of the auxiliary losses, if any, and the statistics of each
-            of ``observers``.
+            are the rows of a ``MixerOutput`` with the sum of the auxiliary losses, if any, the statistics of each of
+            ``observers``, and what the next contexts take as ``carried``.
             With sequence parallelism, only the rows of this process's section. They depend on the section's tokens and
             on ``reach`` tokens before them, or on all tokens where a mixer selects by tokens. Auxiliary losses cover
             whole contexts; statistics add up over processes.
@@ -210,10 +214,14 @@ class SparseTransformer(Part):
             if layout is not None:
                 output = self._predict(tokens, predicted > 0, layout, return_nats)
                 return output if return_extras else output.rows
-        contexts, section = self.block_contexts(inputs, places, real), self.division.section(tokens.shape[1])
+        contexts, section = self.block_contexts(inputs, places, real, carried), self.division.section(tokens.shape[1])
+        last = carried[0] if carried else None
         output, columns = self.residual(
-            lambda: self.embedding(inputs, places, real=real), contexts, self.activation_checkpoint
+            lambda: self.embedding(inputs, places, real=real, last=last), contexts, self.activation_checkpoint
         )
+        if last is not None:
+            last = torch.cat([last, tokens.to(last.dtype) + 1], 1)[:, -self.embedding.reach :]
+            output = output._replace(carried=(last, *output.carried))
         if isinstance(self.logits, ClassLogits):
             scored = self.logits(self.norm(output.rows), real)
             scored = self.logits.nats(scored, labels) if return_nats else scored
@@ -263,8 +271,7 @@ class SparseTransformer(Part):
         """
         if self.config.reversible and recompute is None and torch.is_grad_enabled():
             shared = contexts[0].shared
-            rows, auxiliary_loss, *statistics = Reversible.apply(embedded(), shared, self.blocks, contexts)
-            return MixerOutput(rows, auxiliary_loss, tuple(statistics)), 0
+            return MixerOutput(*Reversible.apply(embedded(), shared, self.blocks, contexts)), 0
         columns, output = 0, MixerOutput(embedded())
         dtype = output.rows.dtype
         if self.config.reversible:
@@ -281,8 +288,23 @@ class SparseTransformer(Part):
             output = output._replace(rows=closed(output.rows, dtype))
         return output, columns
 
+    @property
+    def carried(self) -> tuple[Carried, ...]:
+        """What contexts hand to the next ones of their lanes: the last tokens, and the mixers' states; or nothing."""
+        of_mixers = tuple(carried for mixer in self.mixers for carried in mixer.carried)
+        return (Carried((self.embedding.reach,), torch.int32), *of_mixers) if of_mixers else ()
+
+    def new_carried(self, batch: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return what ``batch`` contexts carry that begin their lanes, where rows have ``dtype``: zeros."""
+        shapes = (((batch, *carried.shape), carried.dtype or dtype) for carried in self.carried)
+        return tuple(torch.zeros(shape, dtype=kind, device=device) for shape, kind in shapes)
+
     def block_contexts(
-        self, tokens: Tensor, places: Tensor | None = None, real: Tensor | None = None
+        self,
+        tokens: Tensor,
+        places: Tensor | None = None,
+        real: Tensor | None = None,
+        carried: tuple[Tensor, ...] = (),
     ) -> list[BlockContext]:
         """Return each block's inputs besides its rows, in training.
 
@@ -290,11 +312,13 @@ class SparseTransformer(Part):
             tokens: (B, N).
             places: (B, N), each position's place in its document, if documents are kept apart.
             real: (B, N) bool, False where a row is padding; None: all are real.
+            carried: as ``forward`` takes it.
 
         Raises:
             ConfigError: a part does not support documents, or padding.
         """
         contexts, columns, context = [], 0, tokens.shape[1]
+        to_mixers = iter(carried[1:])
         local_places = None
         readable = places
         if real is not None:
@@ -317,7 +341,8 @@ class SparseTransformer(Part):
                 columns = 0
             elif mixer is not None:
                 columns = mixer.columns(context)
-            contexts.append(inputs._replace(selection=selections[alike], columns=columns))
+            handed = tuple(itertools.islice(to_mixers, len(mixer.carried))) if mixer is not None else ()
+            contexts.append(inputs._replace(selection=selections[alike], columns=columns, carried=handed))
         return contexts
 
     def layout_contexts(self, layout: Layout) -> list[BlockContext]:

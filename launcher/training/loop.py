@@ -351,7 +351,7 @@ def score(
     real = cut(torch.arange(batch.tokens.shape[1]) < batch.lengths[rows, None])
     if not bool(real.all()):
         extra_inputs["real"] = real.to(device)
-    nats, auxiliary, statistics = engine(tokens.to(device), return_nats=True, return_extras=True, **extra_inputs)
+    nats, auxiliary, statistics, _ = engine(tokens.to(device), return_nats=True, return_extras=True, **extra_inputs)
     if context_nats is not None:  # nats (B, N), or (B, 1) of labels
         context_nats += nats.detach().double().view(len(nats) // pieces, -1).sum(1).tolist()
     total = nats.sum()
