@@ -93,6 +93,7 @@ def check_matches(checkpoint: Checkpoint, config: RunConfig, data: ModelData) ->
     names = ("train_split", "shuffle_bytes", "packing", "separator", "hop")
     now, before = (version.to_json()["data"] for version in (config, saved))
     pairs = [(f"data.{name}", now[name], before[name]) for name in names]
+    pairs.append(("data.shuffle_shards", config.data.shuffle_shards, saved.data.shuffle_shards))
     pairs.append(("data.seed", config.data.seed, state.seed))
     pairs.append(("train.global_batch", config.train.global_batch, state.global_batch))
     problems += [Problem(path, f"{origin} has {before}", now) for path, now, before in pairs if now != before]

@@ -79,15 +79,23 @@ def settle_cut(
     return Cut(packing=False, hop=hop, labelled=cut.labelled)
 
 
-def cut_contexts(split: Split, context: int, cut: Cut, hop: int | None = None) -> "Contexts":
+def cut_contexts(
+    split: Split, context: int, cut: Cut, hop: int | None = None, *, shuffle_shards: bool = True
+) -> "Contexts":
     """Divide a split into contexts. A ``hop`` replaces that of the cut, also for packed documents.
+
+    Without ``shuffle_shards`` every epoch reads the shards in the order of the manifest.
 
     Raises DataError if the cut does not fit the documents.
     """
     settled = settle_cut(cut, context, split.modality, split.manifest.properties, split.palette)
+    contexts: Contexts
     if settled.hop is None:
-        return PackedContexts(split, context, settled.separator, hop or context, is_apart=settled.apart)
-    return DocumentContexts(split, context, hop or settled.hop, is_labelled=settled.labelled)
+        contexts = PackedContexts(split, context, settled.separator, hop or context, is_apart=settled.apart)
+    else:
+        contexts = DocumentContexts(split, context, hop or settled.hop, is_labelled=settled.labelled)
+    contexts.shuffles_shards = shuffle_shards
+    return contexts
 
 
 def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
@@ -96,7 +104,7 @@ def contexts_in(lengths: np.ndarray, context: int, hop: int) -> np.ndarray:
 
 
 class Contexts(ABC):
-    """The contexts of a split, numbered as in lanes.py. Each epoch has its own permutation of the shards.
+    """The contexts of a split, numbered as in lanes.py. Each epoch may have its own permutation of the shards.
 
     ``units`` are the units of each shard, (shards,) int64.
     """
@@ -105,6 +113,7 @@ class Contexts(ABC):
     is_apart = False  # whether documents of a context are kept apart
     has_separators = False
     is_labelled = False  # whether batches have the classes of documents
+    shuffles_shards = True
 
     def __init__(self, split: Split, context: int, units: np.ndarray, context_units: int) -> None:
         self.split, self.context, self._units = split, context, units  # context: N
@@ -121,8 +130,11 @@ class Contexts(ABC):
         """
 
     @abstractmethod
-    def goes_on(self, number: int) -> bool:
-        """Whether context ``number`` of the canonical order is not the first of its stream."""
+    def goes_on(self, number: int, seed: int | None) -> bool:
+        """Whether context ``number``, as in ``read``, continues the context before it.
+
+        Packed text goes on until the next shard is not the one that follows in the manifest; otherwise a document does.
+        """
 
     def begins(self, first: int, count: int, seed: int | None) -> np.ndarray:
         """Mark where documents begin in contiguous contexts from ``first`` on, (count, N) bool, if they are kept apart.
@@ -161,7 +173,9 @@ class Contexts(ABC):
                 while len(self._orders) >= _CACHED_ORDERS:
                     del self._orders[next(iter(self._orders))]
                 count = len(self._units)
-                order = np.arange(count) if seed is None else shard_order(count, seed, epoch)
+                order = np.arange(count)
+                if seed is not None and self.shuffles_shards:
+                    order = shard_order(count, seed, epoch)
                 self._orders[seed, epoch] = order, np.concatenate([[0], np.cumsum(self._units[order])])
             order, edges = self._orders[seed, epoch]
             place = int(np.searchsorted(edges, offset, side="right")) - 1
@@ -199,8 +213,10 @@ class PackedContexts(Contexts):
                 done += size
             row[done:] = 0
 
-    def goes_on(self, number: int) -> bool:
-        return number > 0
+    def goes_on(self, number: int, seed: int | None) -> bool:
+        start = number * self._hop
+        visits = list(self.visits(start - 1, start + 1, seed)) if number else []
+        return len(visits) == 1 or (len(visits) == 2 and visits[1].shard == visits[0].shard + 1)
 
     def begins(self, first: int, count: int, seed: int | None) -> np.ndarray:
         begins = self._marks(first, count, seed, slice(None, -1))
@@ -271,8 +287,8 @@ class DocumentContexts(Contexts):
                     rows[number, : len(tokens)] = tokens
             done += len(numbers)
 
-    def goes_on(self, number: int) -> bool:
-        visit = next(self.visits(number, number + 1, None))
+    def goes_on(self, number: int, seed: int | None) -> bool:
+        visit = next(self.visits(number, number + 1, seed))
         before = self._before(visit.shard)
         return int(before[np.searchsorted(before, visit.start)]) != visit.start
 

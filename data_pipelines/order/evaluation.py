@@ -1,6 +1,6 @@
 """Read a split once from beginning to end, for scores that count every byte exactly once.
 
-Letters: N positions of a window, B windows of a batch, W ranks, M bytes that neighbouring windows share.
+Letters: N positions of a window, B windows of a batch, W ranks, M bytes that neighbouring windows share, L lanes.
 
 Windows are contexts that overlap by M bytes, so every scored byte has at least M bytes before it. They begin every
 N - M bytes of a stream. Packed documents are a single stream; otherwise each document is a stream. A document that is
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ class EvaluationBatch:
     inputs: Tensor | None = None  # (B, N), as in ``Batch``
     predicted: Tensor | None = None  # (B, N), as in ``Batch``: no other tokens are scored
     labels: Tensor | None = None  # (B, 1), as in ``Batch``, -1 for a padding row; they are scored instead of tokens
+    goes_on: Tensor | None = None  # (B,) bool, as in ``Batch``; None: there are no lanes
 
     @property
     def scored(self) -> Tensor:
@@ -67,12 +69,17 @@ def evaluation_contexts(
     cut: Cut | None = None,
     limit: int | None = None,
     min_context: int = 0,
+    lanes: int | None = None,
 ) -> Iterator[EvaluationBatch]:
     """Yield a split in canonical order, in contexts of N bytes. Each byte is scored once, on one rank, for any hop.
 
     Context k is row ``k % B`` of batch ``k // B``. Every rank gets consecutive batches, the same number on each, padded
     with empty ones. ``limit`` selects so many contexts, evenly spread over the split. With ``min_context`` they
     overlap: each scored byte sees at least so many bytes before it, or all of its stream (see the top of this file).
+
+    With ``lanes``, for models that carry state, the contexts are cut into L equal lanes, of which ``limit`` selects the
+    beginnings. B lanes are read side by side from their beginning to their end, then the next B.
+
     Raises DataError for arguments out of range and for damage.
     """
     for name, value, least in (
@@ -80,6 +87,7 @@ def evaluation_contexts(
         ("world_size", world_size, 1),
         ("rank", rank, 0),
         ("limit", limit, 1),
+        ("lanes", lanes, 1),
     ):
         if value is not None and value < least:
             raise DataError(f"{name}={value}: must be at least {least}")
@@ -87,10 +95,32 @@ def evaluation_contexts(
         raise DataError(f"rank={rank}: must be less than the world size {world_size}")
     windows = _windows(DataFolder.at(location).split(split), context, cut or Cut(), min_context)
     count = windows.count if limit is None else min(limit, windows.count)
-    share = -(-count // (batch_size * world_size))  # batches
-    places = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
-    numbers = (place * windows.count // count for place in places)
-    return _batches(windows, numbers, batch_size, share, min_context)
+    if lanes is None:
+        share = -(-count // (batch_size * world_size))  # batches
+        within = range(min(rank * share * batch_size, count), min((rank + 1) * share * batch_size, count))
+        places: Iterator[_Place] = (_Place(place * windows.count // count) for place in within)
+        return _batches(windows, places, batch_size, share, min_context)
+    lanes = min(lanes, count)
+    share = -(-lanes // (batch_size * world_size))  # groups of B lanes
+    starts = [lane * windows.count // lanes for lane in range(lanes)]
+    ends = [*starts[1:], windows.count]
+    sizes = [
+        min(ends[lane] - starts[lane], (lane + 1) * count // lanes - lane * count // lanes) for lane in range(lanes)
+    ]
+    places = (
+        _Place(starts[lane] + step, step > 0) if lane < lanes and step < sizes[lane] else _Place(None)
+        for group in range(rank * share, (rank + 1) * share)
+        for step in range(max(sizes))
+        for lane in range(group * batch_size, (group + 1) * batch_size)
+    )
+    return _batches(windows, places, batch_size, share * max(sizes), min_context, has_lanes=True)
+
+
+class _Place(NamedTuple):
+    """A row of a batch: the number of its window, None for padding, and whether the row before it is of its lane."""
+
+    number: int | None
+    in_lane: bool = False
 
 
 def read_context(
@@ -142,7 +172,12 @@ def _windows(split: Split, context: int, cut: Cut, min_context: int) -> Contexts
 
 
 def _batches(
-    windows: Contexts, numbers: Iterator[int], batch_size: int, num_batches: int, min_context: int
+    windows: Contexts,
+    places: Iterator[_Place],
+    batch_size: int,
+    num_batches: int,
+    min_context: int,
+    has_lanes: bool = False,
 ) -> Iterator[EvaluationBatch]:
     reader, shape = SampleReader(windows.split), (batch_size, windows.context)
     for _ in range(num_batches):
@@ -152,10 +187,13 @@ def _batches(
         labels = np.full((batch_size, 1), -1, dtype=np.int64) if windows.is_labelled else None
         begins = np.ones(shape, dtype=bool) if windows.is_apart else None
         separators = np.zeros(shape, dtype=bool) if windows.has_separators else None
-        for row, number in enumerate(islice(numbers, batch_size)):
+        goes_on = torch.zeros(batch_size, dtype=torch.bool) if has_lanes else None
+        for row, (number, in_lane) in enumerate(islice(places, batch_size)):
+            if number is None:
+                continue
             within = slice(row, row + 1)
             windows.read(reader, number, tokens[within], lengths[within], None)
-            scored_from[row] = min_context if windows.goes_on(number) else 0
+            scored_from[row] = min_context if windows.goes_on(number, None) else 0
             ids[row] = number
             if labels is not None:
                 labels[within] = windows.labels([number], None)
@@ -163,6 +201,9 @@ def _batches(
                 begins[within] = windows.begins(number, 1, None)
             if separators is not None:
                 separators[within] = windows.separators(number, 1, None)
+            if goes_on is not None:
+                begun = begins is not None and bool(begins[row, 0])
+                goes_on[row] = in_lane and windows.goes_on(number, None) and not begun
         yield EvaluationBatch(
             torch.from_numpy(tokens),
             torch.from_numpy(lengths),
@@ -171,4 +212,5 @@ def _batches(
             begins=None if begins is None else torch.from_numpy(begins),
             separators=None if separators is None else torch.from_numpy(separators),
             labels=None if labels is None else torch.from_numpy(labels),
+            goes_on=goes_on,
         )

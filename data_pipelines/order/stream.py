@@ -44,6 +44,7 @@ class StreamSettings:
     world_size: int = 1  # W
     cut: Cut = Cut()  # noqa: RUF009 - frozen
     shuffle_bytes: int = SHUFFLE_BYTES  # size of the blocks in which lanes are shuffled; 0: read in sequence
+    shuffle_shards: bool = True  # whether each epoch has an order of the shards of its own; otherwise the manifest's
     on_damage: str = "abort"
     workers: int = 0  # processes that prefetch
     prefetch: int = 2  # steps that each worker reads ahead
@@ -93,6 +94,8 @@ class Batch:
     # (G / W, N) bool, True where a token is predicted, or int32, its number in their order, from 1; None: all are
     predicted: Tensor | None = None
     labels: Tensor | None = None  # (G / W, 1) int64, the class of each context's document; None: nothing asks for it
+    # (G / W,) bool, whether a row continues the text of the same row of the batch before; None: lanes are shuffled
+    goes_on: Tensor | None = None
 
     @property
     def content(self) -> Tensor:
@@ -147,6 +150,12 @@ class LanesReader:
             self._load(epoch, block)
         rows = self._order[:, place]
         ids, contexts = _rows(self._ids, rows), self._contexts
+        begins = None if self._begins is None else _rows(self._begins, rows)
+        goes_on = None
+        if not self._shuffled:
+            goes_on = torch.tensor([contexts.goes_on(number, self._seed) for number in ids.tolist()])
+            goes_on &= (step > 0) & ~torch.from_numpy(self._is_substituted[:, place : place + 2].any(1))
+            goes_on &= True if begins is None else ~begins[:, 0]
         labels = torch.from_numpy(contexts.labels(ids.tolist(), self._seed)) if contexts.is_labelled else None
         return Batch(
             tokens=_rows(self._tokens, rows),
@@ -156,9 +165,10 @@ class LanesReader:
                 self._fingerprint, self._seed, *self._lanes.position(number + 1), self._lanes.global_batch
             ),
             substitutions=tuple(self._substitutions[row] for row in rows.tolist() if row in self._substitutions),
-            begins=None if self._begins is None else _rows(self._begins, rows),
+            begins=begins,
             separators=None if self._separators is None else _rows(self._separators, rows),
             labels=labels,
+            goes_on=goes_on,
         )
 
     def _load(self, epoch: int, block: int) -> None:
@@ -172,6 +182,7 @@ class LanesReader:
         self._begins = marks  # (L, S, N)
         self._separators = np.empty_like(self._ids) if self._contexts.has_separators else None  # (L, S)
         self._substitutions: dict[int, Substitution] = {}
+        self._is_substituted = np.zeros((len(self._numbers), 1 + size), dtype=bool)  # from the context before the block
         for place, lane in enumerate(self._numbers):
             first = self._lanes.context_id(epoch, block * self._size, lane)
             self._ids[place] = np.arange(first, first + size)
@@ -183,6 +194,12 @@ class LanesReader:
                 if self._on_damage == "abort":
                     raise
                 self._load_with_substitutes(epoch, place)
+            if block and not self._shuffled and self._on_damage != "abort":
+                last = np.empty((1, self._contexts.context), dtype=self._contexts.dtype)
+                try:
+                    self._contexts.read(self._readers[place], first - 1, last, np.empty(1, dtype=np.int64), self._seed)
+                except DataError:
+                    self._is_substituted[place, 0] = True
         self._loaded = epoch, block
 
     def _read(self, first: int, place: int, within: slice) -> None:
@@ -216,6 +233,7 @@ class LanesReader:
                 )
                 raise DataError(f"{damage}; {rule}")
             self._ids[place, number] = candidate
+            self._is_substituted[place, 1 + number] = True
             substitution = Substitution(candidate, context, damage.removesuffix(f"; {REPAIR}"))
             self._substitutions[place * self._ids.shape[1] + number] = substitution
 
@@ -253,11 +271,15 @@ class ByteStream(IterableDataset[Batch]):
                 raise DataError(f"{name}: {rule}")
         self.settings = settings
         folder = DataFolder.at(location, remote)
-        self.contexts = cut_contexts(folder.split(split), settings.context, settings.cut)
+        self.contexts = cut_contexts(
+            folder.split(split), settings.context, settings.cut, shuffle_shards=settings.shuffle_shards
+        )
         self.lanes = Lanes(self.contexts.total_units, self.contexts.context_units, settings.global_batch)
         self._rank_lanes = self.lanes.of_rank(settings.rank, settings.world_size)
         self.contexts.split.reserve(len(self._rank_lanes))
-        self.fingerprint = stream_fingerprint(folder, split, settings.context, settings.cut, settings.shuffle_bytes)
+        self.fingerprint = stream_fingerprint(
+            folder, split, settings.context, settings.cut, settings.shuffle_bytes, settings.shuffle_shards
+        )
         self.state = self._taken = StreamState(
             self.fingerprint, settings.seed, *self.lanes.position(0), settings.global_batch
         )
@@ -321,7 +343,9 @@ class ByteStream(IterableDataset[Batch]):
         return f"{carried_units:,} {unit} are carried over into epoch {epoch}, from {place} on"
 
 
-def stream_fingerprint(folder: DataFolder, split: str, context: int, cut: Cut, shuffle_bytes: int) -> str:
+def stream_fingerprint(
+    folder: DataFolder, split: str, context: int, cut: Cut, shuffle_bytes: int, shuffle_shards: bool = True
+) -> str:
     """Compute the fingerprint of a training stream from the data set's and all settings that decide what a step reads.
 
     No index is read. Raises DataError if the cut does not fit the documents.
@@ -329,4 +353,5 @@ def stream_fingerprint(folder: DataFolder, split: str, context: int, cut: Cut, s
     manifest = folder.manifest
     settled = settle_cut(cut, context, modality_named(manifest.modality), manifest.properties, folder.palette)
     text = f"{manifest.fingerprint}/{split}/{settled.identity(context)}/{shuffle_bytes}"
+    text += "" if shuffle_shards else "/shards in order"
     return hashlib.sha256(text.encode()).hexdigest()

@@ -73,6 +73,9 @@ class DataConfig(StrictModel):
     shuffle_bytes: int = Field(
         default=SHUFFLE_BYTES, ge=0, description="size of the blocks in which each lane is shuffled; 0: in sequence"
     )
+    shuffle_shards: bool = Field(
+        default=True, description="whether each epoch permutes the shards; false: in order, so that lanes go on"
+    )
     packing: bool | PackingConfig | None = Field(
         default=None,
         description="whether documents are laid end to end; null: true for text, false for pictures, sounds and "
@@ -95,7 +98,7 @@ class DataConfig(StrictModel):
     )
     remote: RemoteConfig = Field(default=RemoteConfig(), description="how remote shards are fetched")
 
-    left_out_at_default = ("worker_timeout_seconds",)
+    left_out_at_default = ("shuffle_shards", "worker_timeout_seconds")
 
     @field_validator("packing", mode="before")
     @classmethod

@@ -258,7 +258,12 @@ class TrainingData:
         fingerprint = None
         with suppress(DataError):
             fingerprint = stream_fingerprint(
-                self._folder, data.train_split, self._config.model.context, self._cut, data.shuffle_bytes
+                self._folder,
+                data.train_split,
+                self._config.model.context,
+                self._cut,
+                data.shuffle_bytes,
+                data.shuffle_shards,
             )
         return replace(
             ModelData.of_folder(self._folder),
@@ -315,6 +320,7 @@ class TrainingData:
                 world_size=self._ranks.data_world_size,
                 cut=self._cut,
                 shuffle_bytes=data.shuffle_bytes,
+                shuffle_shards=data.shuffle_shards,
                 on_damage=data.on_damage,
                 workers=data.workers,
                 prefetch=data.prefetch,
