@@ -94,7 +94,7 @@ class Batch:
     # (G / W, N) bool, True where a token is predicted, or int32, its number in their order, from 1; None: all are
     predicted: Tensor | None = None
     labels: Tensor | None = None  # (G / W, 1) int64, the class of each context's document; None: nothing asks for it
-    # (G / W,) bool, whether a row continues the text of the same row of the batch before; None: lanes are shuffled
+    # (G / W,) bool, whether a row continues the text of the context numbered 1 less; None: lanes are shuffled
     goes_on: Tensor | None = None
 
     @property
@@ -154,7 +154,6 @@ class LanesReader:
         goes_on = None
         if not self._shuffled:
             goes_on = torch.tensor([contexts.goes_on(number, self._seed) for number in ids.tolist()])
-            goes_on &= (step > 0) & ~torch.from_numpy(self._is_substituted[:, place : place + 2].any(1))
             goes_on &= True if begins is None else ~begins[:, 0]
         labels = torch.from_numpy(contexts.labels(ids.tolist(), self._seed)) if contexts.is_labelled else None
         return Batch(
@@ -182,7 +181,6 @@ class LanesReader:
         self._begins = marks  # (L, S, N)
         self._separators = np.empty_like(self._ids) if self._contexts.has_separators else None  # (L, S)
         self._substitutions: dict[int, Substitution] = {}
-        self._is_substituted = np.zeros((len(self._numbers), 1 + size), dtype=bool)  # from the context before the block
         for place, lane in enumerate(self._numbers):
             first = self._lanes.context_id(epoch, block * self._size, lane)
             self._ids[place] = np.arange(first, first + size)
@@ -194,12 +192,6 @@ class LanesReader:
                 if self._on_damage == "abort":
                     raise
                 self._load_with_substitutes(epoch, place)
-            if block and not self._shuffled and self._on_damage != "abort":
-                last = np.empty((1, self._contexts.context), dtype=self._contexts.dtype)
-                try:
-                    self._contexts.read(self._readers[place], first - 1, last, np.empty(1, dtype=np.int64), self._seed)
-                except DataError:
-                    self._is_substituted[place, 0] = True
         self._loaded = epoch, block
 
     def _read(self, first: int, place: int, within: slice) -> None:
@@ -233,7 +225,6 @@ class LanesReader:
                 )
                 raise DataError(f"{damage}; {rule}")
             self._ids[place, number] = candidate
-            self._is_substituted[place, 1 + number] = True
             substitution = Substitution(candidate, context, damage.removesuffix(f"; {REPAIR}"))
             self._substitutions[place * self._ids.shape[1] + number] = substitution
 
