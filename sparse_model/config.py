@@ -244,6 +244,11 @@ class ModelConfig(NetworkConfig):
         return {import_path(cls): source_of(cls) for cls in classes if is_foreign(cls)}
 
     @property
+    def carries(self) -> bool:
+        """Whether contexts hand something to the next contexts of their lanes."""
+        return any(block.mixer is not None and block.mixer.carries for block in self.blocks())
+
+    @property
     def reach(self) -> int:
         """How many earlier tokens the embedding of a position depends on."""
         return 1 if self.ngrams is None else self.ngrams.orders[-1]

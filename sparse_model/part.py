@@ -315,6 +315,11 @@ class PartConfig(ABC):
 class MixerConfig(PartConfig):
     """The configuration of a mixer."""
 
+    @property
+    def carries(self) -> bool:
+        """Whether contexts hand something to the next contexts of their lanes, see ``Mixer.carried``."""
+        return False
+
     def causality(self, network: NetworkConfig) -> dict[str, bool]:
         """Map its type, and those of its patterns that read later positions, to whether rows read none."""
         read_later = (pattern for pattern in self.head_patterns(network) if not declares_causal(pattern))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longstride.data_pipelines.order import StreamState
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
-from longstride.launcher.checkpoints.saved_state import MASTER, SavedState
+from longstride.launcher.checkpoints.saved_state import MASTER, SavedState, load_lanes
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import rate_change, states
 from longstride.launcher.models import AVERAGE
@@ -59,6 +59,8 @@ def load(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ran
     load_state(engine, saved, ranks)
     if saved.tables is not None:
         saved.tables.load(engine)
+    if engine.lanes is not None:
+        ranks.run_on_all(lambda: load_lanes(engine, checkpoint, ranks))
     checkpoint.load_generators(config, ranks, engine.device)
     return saved
 

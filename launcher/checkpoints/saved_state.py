@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from longstride.launcher.checkpoints.pickles import read_pickle, refuse_foreign_
 from longstride.launcher.engine import states
 from longstride.launcher.models import AVERAGE, MAPPED_BYTES, TRAINED, Shapes
 from longstride.launcher.output import file_names
+from longstride.launcher.ranks import Ranks
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of the engine
 SCHEDULE = ("last_epoch", "_step_count")  # its position in the learning-rate schedule
@@ -270,6 +272,41 @@ def tables_name(rank: int) -> str:
     return f"tables-{rank:05d}.safetensors"
 
 
+def lanes_name(rank: int) -> str:
+    """Return the file name of what a rank's lanes carry."""
+    return f"lanes-{rank:05d}.safetensors"
+
+
+def load_lanes(engine: DeepSpeedEngine, checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Load what this rank's lanes carry, from the files of any number of ranks, in any precision.
+
+    Raises:
+        ConfigError: a file is missing, or has other tensors than the model carries.
+    """
+    lanes, manifest = engine.lanes, checkpoint.manifest
+    count, size = len(lanes.last), checkpoint.config.train.global_batch // manifest.world_size  # a rank's lanes
+    first = ranks.data_rank * count
+    for rank in range(first // size, -(-(first + count) // size)):
+        path = checkpoint.folder / lanes_name(rank)
+        if path.name not in manifest.files:
+            raise ConfigError(f"{checkpoint.folder}: lacks {path.name}, which holds what the model carries")
+        saved = _read_tensors(path)
+        shapes = {name: (size, *tensor.shape[1:]) for name, tensor in lanes.share().items()}
+        if {name: tuple(tensor.shape) for name, tensor in saved.items()} != shapes:
+            raise ConfigError(f"{path}: its tensors are not those that the model carries")
+        start, stop = max(first, rank * size), min(first + count, (rank + 1) * size)
+        lanes.fill(slice(start - first, stop - first), saved, slice(start - rank * size, stop - rank * size))
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file. ConfigError if it cannot be read."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dictionary
+    except SafetensorError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
 class SavedTables:
     """The n-gram tables in a checkpoint: one safetensors file a rank, for every ZeRO stage.
 
@@ -310,11 +347,7 @@ class SavedTables:
         """Yield each file's first row and its tensors."""
         for rank in range(self._ranks):
             path = self._folder / tables_name(rank)
-            try:
-                with safe_open(path, "pt") as file:
-                    saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dictionary
-            except SafetensorError as error:
-                raise ConfigError(f"{path}: cannot be read: {error}") from None
+            saved = _read_tensors(path)
             rows = len(range(rank, self.shape[0], self._ranks))
             shapes = {"fp32": (rows, self.shape[1]), "exp_avg_sq": (rows,), "touches": (rows,), "steps": (1,)}
             if self._decay is not None:

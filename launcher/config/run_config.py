@@ -114,6 +114,8 @@ class RunConfig(StrictModel):
         if self.data.packed and objective.num_classes:
             rule = f"joins documents, but objective {objective.type} predicts the class of one; leave it out"
             raise ConfigError(Problem("data.packing", rule))
+        if self.model.carries:
+            self._check_lanes()
         shared = self.train.sequence_parallel
         if shared is not None and self.train.compile:
             rule = "compiles complete blocks, but train.sequence_parallel exchanges rows within them; give false"
@@ -134,6 +136,23 @@ class RunConfig(StrictModel):
             )
         self.stages()  # raises
         return self
+
+    def _check_lanes(self) -> None:
+        """Check that each context of a lane follows the one before it, as the model carries state.
+
+        Raises:
+            ConfigError: lanes are shuffled, overlap, are cut or are shared.
+        """
+        data, train, rule = self.data, self.train, "but model.attention carries state to the next context of a lane"
+        hop = self.model.context if data.hop is None else data.hop
+        problems = {
+            "data.shuffle_bytes": (data.shuffle_bytes, f"shuffles contexts, {rule}; set it to 0"),
+            "data.hop": (None if hop == self.model.context else hop, f"repeats bytes, {rule}; set it to null"),
+            "train.context_schedule": (train.context_schedule, f"cuts contexts, {rule}; set it to null"),
+            "train.sequence_parallel": (train.sequence_parallel, f"divides contexts, {rule}; set it to null"),
+        }
+        if wrong := [Problem(path, rule, value) for path, (value, rule) in problems.items() if value]:
+            raise ConfigError(*wrong)
 
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of the run in their order.

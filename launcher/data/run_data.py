@@ -370,6 +370,10 @@ class TrainingData:
         if min_context and not objective.next_token:
             rule = f"counts bytes before a predicted one, and objective {objective.type} reads others; leave it out"
             raise ConfigError(f"--min-context={min_context}: {rule}")
+        carries = self._config.model.carries
+        if min_context and carries:
+            rule = "repeats bytes, but the model carries what came before; leave it out"
+            raise ConfigError(f"--min-context={min_context}: {rule}")
         with rename_settings(_CONFIG_PATHS):
             batches = evaluation_contexts(
                 self._folder,
@@ -381,6 +385,7 @@ class TrainingData:
                 cut=self._cut,
                 limit=limit,
                 min_context=min_context,
+                lanes=self._config.train.global_batch if carries else None,
             )
         self._check_labels(split)
         return for_model(batches, self._config.model, _EVALUATION_SEED)

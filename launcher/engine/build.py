@@ -27,6 +27,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, part_errors
 from longstride.launcher.engine import states
 from longstride.launcher.engine.device import check_compiler, compile_blocks
+from longstride.launcher.engine.lanes import LaneStates
 from longstride.launcher.engine.muon import Muon, matrices_in
 from longstride.launcher.engine.optimizer import (
     MATRICES,
@@ -98,6 +99,9 @@ def build_engine(
     # DeepSpeed counts samples by these. It assumes that ranks share no contexts, but they may.
     engine._config.train_batch_size = engine.tput_timer.batch_size = config.train.global_batch
     engine.tables = tables  # unknown to DeepSpeed; None: the model has none
+    engine.lanes = None  # None: the model carries nothing
+    if model.carried:
+        engine.lanes = LaneStates(model, config.train.global_batch // ranks.data_world_size, engine.device)
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         # Its constructor takes a step with zero gradients, which would leave Adam's bias correction one step ahead.
         engine.optimizer.optimizer.state.clear()

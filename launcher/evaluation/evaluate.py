@@ -31,7 +31,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, master_weights, open_checkpoint
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.data import RunSetup, TrainingData, global_batches
-from longstride.launcher.engine import compile_kernels, prepare_accelerator
+from longstride.launcher.engine import LaneStates, compile_kernels, prepare_accelerator
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.evaluation.positions import bin_numbers, check_positions, position_edges, write_positions
 from longstride.launcher.identity import compare_data, open_data
@@ -261,6 +261,10 @@ def score(
         scored_content: called for each batch with the number of tokens that this rank has scored, without separators.
     """
     sums = ExactSums() if edges is None else ExactSums(len(edges) - 1, squares=True)
+    network = model.module if isinstance(model, DeepSpeedEngine) else model
+    assert isinstance(network, SparseTransformer)
+    lanes = LaneStates(network, batch_size, device) if network.carried else None
+    threads = threads if lanes is None else min(threads, 1)  # each batch continues the one before it
     bins = None if edges is None else bin_numbers(edges)
 
     def cut(rows: Tensor) -> Tensor:
@@ -269,12 +273,21 @@ def score(
     def nats_of(batch: EvaluationBatch) -> tuple[Tensor, np.ndarray | None]:  # and which predictions are right
         with torch.no_grad():  # applies to one thread only
             names = ("begins", "inputs", "predicted")
-            extra = {name: cut(rows).to(device) for name in names if (rows := getattr(batch, name)) is not None}
+            extra: dict[str, Any] = {
+                name: cut(rows).to(device) for name in names if (rows := getattr(batch, name)) is not None
+            }
             real = cut(torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None])
             predicts_all = batch.predicted is None and batch.labels is None
             if not predicts_all and not bool(real.all()):  # or rows would read the padding behind them
                 extra["real"] = real.to(device)
             tokens, labels = cut(batch.tokens).to(device), batch.labels
+            if lanes is not None:
+                output = model(
+                    tokens, return_nats=True, return_extras=True, carried=lanes.take(batch, slice(None)), **extra
+                )
+                lanes.put(output.carried)
+                lanes.advance(batch)
+                return output.rows.float().cpu(), None
             if labels is None:
                 return model(tokens, return_nats=True, **extra).float().cpu(), None  # (B, N)
             logits = model(tokens, **extra).float().cpu()  # (B, 1, K)

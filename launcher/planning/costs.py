@@ -161,11 +161,12 @@ class States:
     at_step: int  # fp32 gradients and Muon's gathered matrices, which only exist in the optimiser's step
     tables: int = 0  # n-gram tables, their optimiser's states, and the gradients of a step's positions
     tables_at_step: int = 0  # exchanged rows of the tables, and sums of their gradients
+    carried: int = 0  # by the process's lanes, from the last batch and to the next
 
     def resident(self) -> int:
         """Return all bytes but those that only exist in the optimiser's step."""
         parameters = self.weights + self.gradients + self.masters + self.moments + self.average
-        return parameters + self.buffers + self.tables
+        return parameters + self.buffers + self.tables + self.carried
 
     def peak(self, activations: Activations) -> int:
         """Return the peak of a step: in the backward pass, or after it in the optimiser."""
@@ -206,7 +207,22 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int, d
         at_step=(4 * share(num_parameters, 1) if copied else 0) + matrix_bytes,
         tables=tables.row_bytes * share(tables.rows, 3) + tables.sent_bytes // processes,
         tables_at_step=tables.sent_bytes + tables.sum_bytes * share(tables.touched_rows, 3),
+        carried=2 * carried_bytes(config) // processes,
     )
+
+
+def carried_bytes(config: RunConfig) -> int:
+    """Count the bytes that all lanes hand to their next contexts."""
+    if not config.model.carries:
+        return 0
+    model, counts = SparseTransformer.of_each_kind(config.model)
+    width = 4 if config.precision == "fp32" else 2
+    of_lane = 4 * model.embedding.reach + sum(
+        count * math.prod(carried.shape) * (carried.dtype.itemsize if carried.dtype else width)
+        for block, count in zip(model.blocks, counts.values(), strict=True)
+        for carried in (block.mixer.carried if block.mixer is not None else ())
+    )
+    return config.train.global_batch * of_lane
 
 
 @dataclass(frozen=True, slots=True)

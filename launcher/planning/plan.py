@@ -158,6 +158,7 @@ def make_plan(
         "activations": {name: asdict(needed) for name, needed in activations.items()},
         "memory": memory,
         "tables": asdict(costs.table_step(config)),
+        "carried_bytes": costs.carried_bytes(config),
         "sequence": sequence,
         "attention": {
             "density": [count / dense for count in pairs],
@@ -325,6 +326,8 @@ def _memory(plan: dict[str, Any]) -> list[str]:
             f"  n-gram tables: {tables['rows']:,} rows, of which a step touches at most {tables['touched_rows']:,}; "
             f"all processes send {tables['sent_bytes'] / 2**20:.1f} MiB to every other"
         )
+    if carried := plan["carried_bytes"]:
+        lines.append(f"  carried from context to context by all lanes: {carried / 2**20:.1f} MiB, in each checkpoint")
     lines.append("  * as configured")
     return lines
 

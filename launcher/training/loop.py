@@ -29,7 +29,7 @@ from longstride.launcher.training.guards import GuardResponse, Guards, GuardStop
 from longstride.launcher.training.profile import StepProfiler, Utilization, device_seconds, peak_memory_bytes
 from longstride.launcher.training.recorder import Recorder
 from longstride.launcher.training.samples import write_samples
-from longstride.sparse_model import Division, SparseTransformer
+from longstride.sparse_model import Division, MixerOutput, SparseTransformer
 
 
 def compile_step(run: RunSetup) -> None:
@@ -310,6 +310,9 @@ def train_step(
         step.undo_scale()
     if observed and grad_norm is not None and not verdict:
         observe(engine.module, observed, ranks)
+    if engine.lanes is not None:
+        # The data goes on after a skipped step, and is read again after others that are not taken.
+        engine.lanes.drop() if verdict and verdict.outcome != "skip" else engine.lanes.advance(part)
     line = {
         "step": number,
         "split": split,
@@ -345,13 +348,18 @@ def score(
 
     tokens, device = cut(batch.tokens[rows]), engine.device
     names = ("begins", "inputs", "predicted", "labels")
-    extra_inputs = {
+    extra_inputs: dict[str, Any] = {
         name: cut(values[rows]).to(device) for name in names if (values := getattr(batch, name)) is not None
     }
     real = cut(torch.arange(batch.tokens.shape[1]) < batch.lengths[rows, None])
     if not bool(real.all()):
         extra_inputs["real"] = real.to(device)
-    nats, auxiliary, statistics, _ = engine(tokens.to(device), return_nats=True, return_extras=True, **extra_inputs)
+    if engine.lanes is not None:
+        extra_inputs["carried"] = engine.lanes.take(batch, rows)
+    output: MixerOutput = engine(tokens.to(device), return_nats=True, return_extras=True, **extra_inputs)
+    nats, auxiliary = output.rows, output.auxiliary_loss
+    if engine.lanes is not None:
+        engine.lanes.put(output.carried)
     if context_nats is not None:  # nats (B, N), or (B, 1) of labels
         context_nats += nats.detach().double().view(len(nats) // pieces, -1).sum(1).tolist()
     total = nats.sum()
@@ -360,7 +368,7 @@ def score(
     if batch.labels is not None:
         counted = batch.labels[rows] >= 0
     loss = total if auxiliary is None else total + auxiliary * int(counted[:, section].sum())
-    return LossOutput(total, loss, tuple(statistic.detach() for statistic in statistics))
+    return LossOutput(total, loss, tuple(statistic.detach() for statistic in output.statistics))
 
 
 def observe(model: SparseTransformer, observed: Sequence[Tensor], ranks: Ranks) -> None:
