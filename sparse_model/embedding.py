@@ -123,13 +123,14 @@ class Embedding(Part):
             h = self.ngrams(h, before, places, real)
         return h
 
-    def rows(self, before: Tensor, first: int) -> Tensor:
+    def rows(self, before: Tensor, first: int, goes_on: bool = False) -> Tensor:
         """Compute rows ``first`` to ``first + n - 1`` of ``forward``, (B, n, C), from the tokens before them.
 
         ``before``: (B, ``reach`` + n - 1) int64, the newest last; ``NO_TOKEN`` before the beginning. n is 1 if
-        ``first`` is 0.
+        ``first`` is 0 and the contexts do not go on from others.
         """
-        h = self.tokens(before[:, self.reach - 1 :]) if first else self.start.expand(len(before), 1, -1)
+        has_tokens = first or goes_on
+        h = self.tokens(before[:, self.reach - 1 :]) if has_tokens else self.start.expand(len(before), 1, -1)
         if self.ngrams is not None:
             h = self.ngrams(h, before)
         # A number for a single row, which takes fewer operations.

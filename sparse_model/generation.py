@@ -42,7 +42,7 @@ def generate(
             argument.
         session: already holds the prompt and has room for the sample, and is continued; None: compute the prompt.
         slide: allow prompt and sample to be longer than the model's context, and drop its older half each time that it
-            is full (``window_start``).
+            is full (``window_start``). A model that carries state begins its next context instead.
 
     Returns:
         An iterator over (B,) int64, one token of each context at a time. It raises FloatingPointError if logits are not
@@ -71,7 +71,11 @@ def window_start(config: ModelConfig, length: int) -> int:
 
     When a context is full its older half is dropped, in whole rows of the position tables, so that the remaining tokens
     keep their columns and channels. The start depends only on the number of tokens, not on how they arrived.
+
+    A model that carries state drops whole contexts.
     """
+    if config.carries:
+        return length // config.context * config.context
     rows, *row = config.embedding.table_sizes(config.context) or (config.context,)
     dropped = -(-rows // 2) * math.prod(row) if rows > 1 else -(-config.context // 2)
     return 0 if length < config.context else ((length - config.context) // dropped + 1) * dropped
@@ -147,13 +151,13 @@ def _sample(
     if batch == 0:
         yield from (prompt.new_empty(0) for _ in range(num_tokens))
         return
-    start = window_start(model.config, length)
+    start, carries = window_start(model.config, length), model.config.carries
     window = [prompt[:, start:]]  # the tokens in the context
     contexts = list(range(batch))  # those that continue
     if session is None:
         slides = length + num_tokens > model.config.context
         session = Session(model, batch, None if slides else length + num_tokens, back=0)
-        session.prefill(window[0])
+        session.read(prompt) if carries and slides else session.prefill(window[0])
     for number in range(num_tokens):
         with torch.no_grad():
             chosen = choice(session.logits, contexts)
@@ -170,8 +174,12 @@ def _sample(
         if dropped:
             start += dropped
             window = [torch.cat(window, 1)[:, dropped:]]
-            session.reset()
-            session.prefill(window[0])
+            if carries:
+                session.append(chosen)
+                session.carry()
+            else:
+                session.reset()
+                session.prefill(window[0])
         else:
             session.append(chosen)
 

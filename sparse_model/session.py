@@ -31,6 +31,9 @@ class Session:
     ``extend`` take several tokens at once; their last bits may differ. ``truncate`` removes the last tokens, as if they
     had never been appended.
 
+    A model that carries state reads texts of any length at constant cost: ``carry()`` begins the next context after a
+    whole one, as training does, and ``read`` does so as often as needed.
+
     The contexts of a batch share matrix products, so the last bits of a context depend on the batch size. For the bits
     of a batch of one, use a session for each context; ``selected`` copies one that has begun.
 
@@ -73,6 +76,7 @@ class Session:
         self._bare = bare(model)
         self.length = context if length is None else even_length(model.config, length)
         self.position = 0  # of the next token
+        self._goes_on = False  # whether the context continues another
         start = model.embedding.start
         self._autocast = _autocast(start)
         with torch.inference_mode():
@@ -113,6 +117,39 @@ class Session:
         with torch.inference_mode():
             self._store(tokens[:, None])
         self.position, self._logits = self.position + 1, None
+
+    def carry(self) -> None:
+        """Begin the next context after a whole one, with what the model carries from one to the other.
+
+        Raises:
+            ValueError: the model carries nothing, or the context is not complete.
+        """
+        context = self.model.config.context
+        if not self.model.carried:
+            raise ValueError("the model carries nothing from one context to the next")
+        if self.position != context:
+            raise ValueError(f"the context has {self.position} tokens: only a whole one of {context} is continued")
+        with torch.inference_mode():
+            for mixer, state in zip(self.model.mixers, filter(None, self.states), strict=True):
+                state.carry() if mixer.carried else state.truncate(0)  # type: ignore[attr-defined]
+            self._tokens[:, : self._reach] = self._tokens[:, context : context + self._reach].clone()
+        self.position, self._goes_on, self._logits = 0, True, None
+
+    def read(self, tokens: Tensor) -> None:
+        """Add tokens (B, n) of any number n; whenever a context is whole, ``carry()`` begins the next one.
+
+        Raises:
+            ValueError: as ``extend`` and ``carry``.
+        """
+        while tokens.shape[1]:
+            room = self.length - self.position
+            if self.position:
+                self.extend(tokens[:, :room], keep=1)
+            else:
+                self.prefill(tokens[:, :room])
+            tokens = tokens[:, room:]
+            if self.position == self.length:
+                self.carry()
 
     def prefill(self, tokens: Tensor) -> None:
         """Begin every context with several tokens, in one forward pass.
@@ -166,7 +203,7 @@ class Session:
         return logits
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens but the first ``length`` of every context.
+        """Forget all tokens but the first ``length`` of every context; with 0 also what was carried to it.
 
         Attention over patterns needs no time for this. Mixers that list the members of a cluster or bucket list them
         again, which at most sorts the remaining positions.
@@ -179,8 +216,11 @@ class Session:
         if self._back is not None and 0 < length < self.position - self._back:
             rule = f"must be 0, or at least {self.position - self._back}"
             raise ValueError(f"length={length}: {rule}: the session was created with back={self._back}")
-        if length == self.position:
+        if length == self.position and length:
             return
+        if self._goes_on and not length:
+            self._goes_on = False
+            self._tokens[:, : self._reach] = NO_TOKEN
         with torch.inference_mode():
             for state in self.states:
                 if state is not None:
@@ -227,7 +267,7 @@ class Session:
         """
         self._require_autocast()
         session = Session(self.model, len(order), self.length, back=self._back)
-        session.position = self.position
+        session.position, session._goes_on = self.position, self._goes_on
         session._take(self, order)
         return session
 
@@ -244,10 +284,10 @@ class Session:
         """Compute ``count`` rows from position ``first`` on, (B, count, C) before the last norm, and cache them."""
         before = self._tokens[:, first : first + self._reach + count - 1]
         embedding = self._bare.embedding
-        if not first and count > 1:  # the last token of a context is only a target
+        if not first and count > 1 and not self._goes_on:  # the last token of a context is only a target
             h = embedding(nn.functional.pad(before[:, self._reach :], (0, 1)))
         else:
-            h = embedding.rows(before[:, self._reach - embedding.reach :], first)
+            h = embedding.rows(before[:, self._reach - embedding.reach :], first, self._goes_on)
         return self._bare.forward_cached(h, self.states, first, before) if count else h
 
     def _store(self, tokens: Tensor) -> None:
