@@ -26,6 +26,7 @@ from longstride.sparse_model.mixers.linformer import LinformerConfig
 from longstride.sparse_model.mixers.lsh import LshConfig
 from longstride.sparse_model.mixers.match import MatchConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
+from longstride.sparse_model.mixers.recurrences.gated import RecurrentConfig
 from longstride.sparse_model.mixers.relative_bias import BiasedPatterns
 from longstride.sparse_model.mixers.routing import RoutingConfig
 from longstride.sparse_model.mixers.synthesizer import SynthesizerConfig
@@ -40,6 +41,7 @@ MIXERS: dict[str, type[StrictModel]] = {
     "lsh": LshConfig,
     "match": MatchConfig,
     "moba": MobaConfig,
+    "recurrent": RecurrentConfig,
     "routing": RoutingConfig,
     "synthesizer": SynthesizerConfig,
 }

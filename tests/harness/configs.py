@@ -170,6 +170,14 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "routing", "clusters": 4, "window": 5, "local": {"heads": 3, "window": 9}, "keys": "random"},
         ],
     },
+    "recurrence": {
+        "layers": 3,
+        "attention": [
+            {"type": "recurrent", "width": 24, "stateful": True},
+            {"type": "local", "window": 9},
+            {"type": "recurrent", "cell": "brc"},
+        ],
+    },
     "keys and values that heads share": {
         "layers": 4,
         "rotary": {"base": 1000},
