@@ -194,8 +194,8 @@ class CheckpointFiles(TorchCheckpointEngine):
             return
         try:
             if path.suffix == ".safetensors":
-                shapes = {name: tensor.shape for name, tensor in content.items()}
-                size, sha256 = write_tensors(path, shapes, content.values())
+                shapes, dtypes = ({name: getattr(x, key) for name, x in content.items()} for key in ("shape", "dtype"))
+                size, sha256 = write_tensors(path, shapes, content.values(), dtypes)
                 self._records[path] = FileRecord(bytes=size, sha256=sha256)
             else:
                 self._records[path] = write_pickle(content, path)

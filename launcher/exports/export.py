@@ -234,7 +234,8 @@ def write_weights(
         file = file_names.WEIGHTS if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         # The format has no gaps between tensors, so those that leave the next one aligned come first.
         names.sort(key=lambda name: sizes[name] % ALIGNMENT != 0)
-        write_tensors(folder / file, {name: shapes[name] for name in names}, convert(names), dtype, buffers=buffers)
+        dtypes = {name: dtype for name in names if name not in buffers}
+        write_tensors(folder / file, {name: shapes[name] for name in names}, convert(names), dtypes)
         file_of |= dict.fromkeys(names, file)
     if len(parts) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(file_of.items()))}

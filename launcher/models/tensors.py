@@ -14,9 +14,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from longstride.sparse_model import ModelConfig, SparseTransformer
 DTYPES = dict(zip(PRECISIONS, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 TRAINED, AVERAGE = WEIGHTS  # the average's name is also its key in the optimiser's state
 STORED = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors names them
+_NAMES = STORED | {torch.float64: "F64", torch.int32: "I32", torch.int64: "I64"}
 ALIGNMENT = 64  # bytes, torch's own alignment; the rounding of matrix products may depend on it
 MAPPED_BYTES = 1 << 26  # to read before a file is mapped anew; until then they count as memory of the process
 _MOST_NAMES = 3  # of many wrong tensors, in a message
@@ -63,21 +65,19 @@ def write_tensors(
     path: Path,
     shapes: Mapping[str, Sequence[int]],
     tensors: Iterable[Tensor],
-    dtype: torch.dtype = torch.float32,
-    *,
-    buffers: Container[str] = (),
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[int, str]:
     """Write a safetensors file tensor by tensor, flushed to the disk; return its size in bytes and its SHA-256.
 
     Memory holds one tensor at a time. The format begins with all names, shapes and offsets, so ``shapes`` must be known
-    first. The tensors follow in its order, of type ``dtype``, or fp32 if their names are in ``buffers``.
+    first. The tensors follow in its order, of their ``dtypes``, or fp32.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    dtypes = {name: torch.float32 if name in buffers else dtype for name in shapes}
+    dtypes = {name: dtypes.get(name, torch.float32) for name in shapes}
     offset = 0
     for name, shape in shapes.items():
         size = dtypes[name].itemsize * math.prod(shape)
-        header[name] = {"dtype": STORED[dtypes[name]], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        header[name] = {"dtype": _NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -100,7 +100,7 @@ def write_tensors(
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return a view of a CPU tensor's bytes as files store them: little-endian, the last axis fastest."""
-    words = {2: torch.int16, 4: torch.int32}[tensor.element_size()]  # numpy has no bf16
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]  # numpy has no bf16
     flat = tensor.detach().contiguous().flatten().view(words).numpy()
     return flat.astype(f"<i{tensor.element_size()}", copy=False).view(np.uint8).data
 

@@ -51,6 +51,10 @@ class RecurrentConfig(MixerConfig, StrictModel):
     def has_queries(self) -> bool:
         return False
 
+    @property
+    def carries(self) -> bool:
+        return self.stateful
+
     def check(self, network: NetworkConfig, context: int) -> None:
         """Accept any context."""
 
@@ -172,6 +176,8 @@ class RecurrentStates:
 
     def truncate(self, length: int) -> None:
         self.length = min(self.length, length)
+        if not length:
+            self.initial = torch.zeros_like(self.initial)
 
     def carry(self) -> None:
         """Begin the next context with the state after the last row."""
