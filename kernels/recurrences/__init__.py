@@ -1,0 +1,3 @@
+"""Recurrences over positions: ``delta_rule(q, k, v, log_decay, beta)``."""
+
+from longstride.kernels.recurrences.delta import delta_rule
