@@ -86,7 +86,7 @@ def sparse_attention(
     if first_query is None:
         check_inputs(q, k, v)
     else:
-        _check_queries(q, k, v, first_query)
+        check_queries(q, k, v, first_query)
         if q.shape[2] == k.shape[2]:
             first_query = None
     patterns = head_patterns(pattern, q.shape[1])
@@ -177,7 +177,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_heads(q, k, v)
 
 
-def _check_queries(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> None:
+def check_queries(q: Tensor, k: Tensor, v: Tensor, first_query: int) -> None:
     """Check q (B, H, M, D) at ``first_query`` against k (B, K, N, D) and v (B, K, N, Dv), else ValueError."""
     check_tensors({"q": (q, "BHMD"), "k": (k, "BHND"), "v": (v, "BHND")})
     if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):

@@ -12,7 +12,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from longstride.kernels.attention import check_heads, check_inputs, choose_backend, load, resolve_scale
+from longstride.kernels.attention import check_heads, check_inputs, check_queries, choose_backend, load, resolve_scale
 from longstride.kernels.backends import Saved, accumulator_dtype
 from longstride.kernels.op import attention_op
 from longstride.kernels.selections import Part, Selection
@@ -52,23 +52,27 @@ def selected_attention(
     (``Selection.check`` detects that).
 
     Args:
-        q: (B, H, N, D) in fp16, bf16, fp32 or fp64. Scores and sums are in fp32 (fp64 for fp64).
-        k: (B, K, N, D). K may be less than H: see ``sparse_attention``.
+        q: (B, H, M, D) in fp16, bf16, fp32 or fp64. Scores and sums are in fp32 (fp64 for fp64).
+        k: (B, K, N, D), N at least M. K may be less than H: see ``sparse_attention``.
         v: (B, K, N, Dv); Dv may differ from D.
-        selection: selection for these contexts and heads of q.
+        selection: selection for these contexts and heads of q: M rows, and columns of N keys. If M < N, its parts are
+            disjoint.
         scale: factor of the scores. Default: 1/sqrt(D).
         backend: auto, triton, cpu or reference. A named backend that cannot run here raises.
-        return_lse: also return the logsumexp of each query's scaled scores, (B, H, N) fp32 (fp64 for fp64).
+        return_lse: also return the logsumexp of each query's scaled scores, (B, H, M) fp32 (fp64 for fp64).
 
     Returns:
-        (B, H, N, Dv) in q's dtype, and with ``return_lse`` the logsumexp.
+        (B, H, M, Dv) in q's dtype, and with ``return_lse`` the logsumexp.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the scale is not finite.
         ConfigError: the backend is unknown or cannot run here.
     """
-    check_inputs(q, k, v)
-    _check_parts(selection, q)
+    if q.dim() == k.dim() == 4 and q.shape[2] < k.shape[2]:
+        check_queries(q, k, v, 0)
+    else:
+        check_inputs(q, k, v)
+    _check_parts(selection, q, k)
     scale = resolve_scale(q, scale)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     module = load(backend)
@@ -110,9 +114,11 @@ def attend_listed(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, *, scale: 
         return (weights @ values).squeeze(-2).to(q.dtype)
 
 
-def _check_parts(selection: Selection, q: Tensor) -> None:
+def _check_parts(selection: Selection, q: Tensor, k: Tensor) -> None:
     if not selection.parts:
         raise ValueError("a selection needs at least one part")
+    if q.shape[2] < k.shape[2] and not selection.disjoint:
+        raise ValueError(f"{q.shape[2]} queries of {k.shape[2]} keys need a selection with disjoint parts")
     for number, part in enumerate(selection.parts):
         for name, tensor in zip(part._fields, part, strict=True):
             if tensor is None:
@@ -122,7 +128,7 @@ def _check_parts(selection: Selection, q: Tensor) -> None:
                     f"part {number}: {name} is {tensor.dtype} on {tensor.device}: give int32 on {q.device}"
                 )
             length = tensor.shape[-1] if name == "key_order" else q.shape[2]
-            if tensor.shape != (*q.shape[:2], length) or not 1 <= length <= q.shape[2]:
+            if tensor.shape != (*q.shape[:2], length) or not 1 <= length <= k.shape[2]:
                 shape = tuple(q.shape[:3])
                 raise ValueError(f"part {number}: {name} {tuple(tensor.shape)} must be {shape}, B, H and N of q")
 

@@ -32,7 +32,7 @@ def attend(
 
 def attend_selected(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale: float) -> tuple[Tensor, Tensor]:
     """Return output and logsumexp of attention over a selection, as ``attend`` does."""
-    return _attend(q, k, v, selection_mask(selection, q.shape[2]), scale)
+    return _attend(q, k, v, selection_mask(selection, k.shape[2]), scale)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from longstride.sparse_model.mixers.entmax import EntmaxConfig
 from longstride.sparse_model.mixers.linformer import LinformerConfig
 from longstride.sparse_model.mixers.lsh import LshConfig
 from longstride.sparse_model.mixers.match import MatchConfig
+from longstride.sparse_model.mixers.memories.transformer_xl import TransformerXLConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
 from longstride.sparse_model.mixers.recurrences.gated import RecurrentConfig
 from longstride.sparse_model.mixers.relative_bias import BiasedPatterns
@@ -44,6 +45,7 @@ MIXERS: dict[str, type[StrictModel]] = {
     "recurrent": RecurrentConfig,
     "routing": RoutingConfig,
     "synthesizer": SynthesizerConfig,
+    "transformer_xl": TransformerXLConfig,
 }
 GROUP = "longstride.mixers"  # of entry points
 SHARED = "key_value_heads"

@@ -130,9 +130,13 @@ class Attention(Mixer):
         self.rotary, self.normed = rotary, network.query_key_norm
         self.as_projected = self.rotary is None and not self.normed  # queries and keys
         self.convolution = CausalConvolution(network.convolution, network.width) if network.convolution else None
-        self.query_key_value = nn.Linear(network.width, sum(self.widths), bias=network.bias)
-        self.projection = nn.Linear(network.width, network.width, bias=network.bias)
+        self.query_key_value = self.linear(network.width, sum(self.widths))
+        self.projection = self.linear(network.width, network.width)
         self.stacked_rows = {"query_key_value": tuple(width for width in self.widths if width)}
+
+    def linear(self, inputs: int, outputs: int) -> nn.Linear:
+        """Make a projection."""
+        return nn.Linear(inputs, outputs, bias=self.network.bias)
 
     def initialize(self) -> None:
         draw_linear(self.query_key_value, self.network)
@@ -311,7 +315,7 @@ class Attention(Mixer):
         return work if self.convolution is None else work + self.convolution.work(positions, batch)
 
     def weights(self, h: Tensor, context: BlockContext = PLAIN) -> Callable[[Tensor, int], Tensor]:
-        q, k = self._queries_and_keys(h)
+        q, k = self._queries_and_keys(h, context)
         factors = self.compared(q, k)
 
         def of_head(queries: Tensor, head: int) -> Tensor:
@@ -324,7 +328,7 @@ class Attention(Mixer):
         return of_head
 
     def reads(self, h: Tensor, head: int, context: BlockContext = PLAIN) -> Callable[[Tensor], Tensor]:
-        return self._allowed(*self._queries_and_keys(h), head, context)
+        return self._allowed(*self._queries_and_keys(h, context), head, context)
 
     def _allowed(self, q: Tensor, k: Tensor, head: int, context: BlockContext) -> Callable[[Tensor], Tensor]:
         selection = context.selection
@@ -332,7 +336,7 @@ class Attention(Mixer):
             return self.allowed(q, k, head)
         return lambda queries: selection_mask(selection.of_heads(slice(head, head + 1)), k.shape[2], queries)[0, 0]
 
-    def _queries_and_keys(self, h: Tensor) -> tuple[Tensor, Tensor]:
+    def _queries_and_keys(self, h: Tensor, context: BlockContext) -> tuple[Tensor, Tensor]:
         """Compute queries (1, H, N, D) and keys (1, K, N, D) of one context (1, N, C)."""
         rows = self.query_key_value(h if self.convolution is None else self.convolution(h))
         q, k, _ = self.heads_of(rows)

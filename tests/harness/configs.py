@@ -195,6 +195,16 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "convolution": 3,
         "attention": {"type": "strided", "stride": 8, "combine": "interleaved", "key_value_heads": 1},
     },
+    "memory, relative positions": {
+        "layers": 3,
+        "norm_position": "after",
+        "embedding": {"type": "tokens"},
+        "attention": [
+            {"type": "transformer_xl", "memory": 13},
+            {"type": "transformer_xl", "memory": 0, "position_channels": 10, "untied": True},
+            {"type": "transformer_xl", "memory": 30, "window": 9},
+        ],
+    },
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "norms after, as BERT": {
         "layers": 2, "norm_position": "after", "embedding_norm": True, "feed_forward": {"activation": "gelu"},

@@ -1,0 +1,1 @@
+"""Attention that reads memories: rows of the contexts before."""
