@@ -1,10 +1,10 @@
 """Arithmetic coding of bytes by a model's probabilities, context by context.
 
-The content is cut into contexts of the model's length, the last one shorter, with nothing before each. A batch of
-contexts shares one session, which advances byte by byte in both directions. Encoder and decoder compute the same shapes
-from the same bytes, in one loop, by one thread and under the same settings. One machine therefore computes the same
-bits both ways. ``computed_crc32`` predicts whether another machine does, and checks within the code detect if it does
-not.
+The content is cut into contexts of the model's length, the last one shorter. A batch of contexts shares one session,
+which advances byte by byte in both directions. Nothing is before a context but what the model carries to it. Encoder
+and decoder compute the same shapes from the same bytes, in one loop, by one thread and under the same settings. One
+machine therefore computes the same bits both ways. ``computed_crc32`` predicts whether another machine does, and checks
+within the code detect if it does not.
 
 The range coder gives a symbol an interval of the integers 0 to 2**40. It keeps a range of 2**56 to 2**64 numbers and
 narrows it to each symbol's share, which loses at most 2.2e-5 bits by rounding. It only uses integers, so that both
@@ -45,7 +45,12 @@ class DamagedError(ValueError):
 
 
 def rows_for(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
-    """Return how many contexts share a batch, for content of ``size`` bytes."""
+    """Return how many contexts share a batch, for content of ``size`` bytes.
+
+    If the model carries state, one: each context continues the one before it.
+    """
+    if config.carries:
+        return 1
     widths = [block.mixer.head_widths(config) for block in config.blocks() if block.mixer is not None]
     values = sum((head.kept_heads or config.heads) * (head.query_key + head.value) for head in widths)
     position_bytes = values * dtype.itemsize
@@ -153,10 +158,10 @@ def _step(model: SparseTransformer, size: int, rows: int, next_byte: NextByte, c
     """Call ``next_byte`` for every place of the content, position by position, with the model's edges there."""
     if not size:
         return
-    context, done = model.config.context, 0
+    context, done, carries = model.config.context, 0, model.config.carries
     with _coding_session(model, size, rows) as session:
         for first in range(0, size, rows * context):
-            session.reset()
+            session.carry() if carries and first else session.reset()
             # Rows and positions beyond the content are computed on zeros, so that both directions have the same shapes.
             places = first + context * np.arange(rows)
             longest = min(context, size - first)
@@ -168,7 +173,7 @@ def _step(model: SparseTransformer, size: int, rows: int, next_byte: NextByte, c
                         tokens[row] = next_byte(place, edges[row])
                 done += int((places + position < size).sum())
                 counted(done)
-                if position + 1 < longest:
+                if position + 1 < longest or (carries and first + context < size):
                     session.append(tokens.to(session.logits.device))
 
 

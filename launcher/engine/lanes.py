@@ -44,7 +44,7 @@ class LaneStates:
         """Go on to the next batch, after all contexts of this one. A lane that is not finite will begin anew."""
         self.tensors = tuple(torch.cat(parts) for parts in zip(*self._next, strict=True))
         self._next.clear()
-        finite = [tensor.isfinite().flatten(1).all(1) for tensor in self.tensors]
+        finite = [tensor.isfinite().view(len(tensor), -1).all(1) for tensor in self.tensors]
         self.last = batch.sample_ids.where(torch.stack(finite).all(0).cpu(), _NONE)
 
     def drop(self) -> None:

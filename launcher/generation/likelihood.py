@@ -70,6 +70,9 @@ def likelihood(
         check_bytes(content, model)
     if not 0 <= min_context < context:
         raise ConfigError(f"--min-context={min_context}: must be from 0 to {context - 1}, less than the context")
+    if min_context and model.config.carries:
+        rule = "repeats bytes, but the model carries what came before; leave it out"
+        raise ConfigError(f"--min-context={min_context}: {rule}")
     if batch_size is not None and not 1 <= batch_size <= TrainConfig.MOST_CONTEXTS:
         raise ConfigError(f"--batch={batch_size}: must be from 1 to {TrainConfig.MOST_CONTEXTS:,} contexts; such as 4")
     start = time.perf_counter()
@@ -109,12 +112,21 @@ def check_bytes(content: bytes, model: SparseTransformer) -> None:
 
 
 def piece_nats(model: SparseTransformer, pieces: Iterable[Piece], rows: int) -> Iterator[tuple[Piece, np.ndarray]]:
-    """Yield each piece with the nats of its scored tokens, in fp32; ``rows`` pieces are computed at once."""
+    """Yield each piece with the nats of its scored tokens, in fp32; ``rows`` pieces are computed at once.
+
+    A model that carries state computes the pieces of an owner one after the other.
+    """
     model.config.require_next_token()
-    device = model.embedding.start.device
-    for batch, tokens in batches(pieces, rows):
+    start, owner = model.embedding.start, None
+    carried: tuple[torch.Tensor, ...] = ()
+    for batch, tokens in batches(pieces, 1 if model.config.carries else rows):
+        if model.config.carries and batch[0].owner != owner:
+            owner, carried = batch[0].owner, model.new_carried(1, start.device, start.dtype)
         with torch.no_grad():
-            nats = model(torch.from_numpy(tokens).to(device), return_nats=True).float().cpu().numpy()
+            output = model(
+                torch.from_numpy(tokens).to(start.device), return_nats=True, return_extras=True, carried=carried
+            )
+        carried, nats = output.carried, output.rows.float().cpu().numpy()
         for piece, row in zip(batch, nats, strict=False):
             yield piece, row[piece.scored : len(piece.tokens)]
 

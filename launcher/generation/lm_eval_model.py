@@ -87,6 +87,8 @@ class LongstrideLM(LM):
         if type(min_context) is not int or not 0 <= min_context < exported.config.context:
             most = exported.config.context - 1
             raise ConfigError(f"min_context={min_context}: must be from 0 to {most}, less than the context")
+        if min_context and exported.config.carries:
+            raise ConfigError(f"min_context={min_context}: repeats bytes, but the model carries state; leave it out")
         self.path, self.min_context = exported.folder, min_context
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             say(f"device={device}: there is no GPU; the CPU is used")  # lm_eval's default

@@ -69,6 +69,10 @@ class TransformerXLConfig(AttentionConfig, StrictModel):
         if problems:
             raise ConfigError(*problems)
 
+    @property
+    def carries(self) -> bool:
+        return self.memory > 0
+
     def channels(self, network: NetworkConfig) -> int:
         """Return P."""
         head = network.query_key_width // network.heads
@@ -305,6 +309,10 @@ class MemoryCache(KeyValues):
             rows[:, :, :count] = rows[:, :, last - count : last].clone()
         self.offset = count
         self._attend_one.forget()
+
+    def truncate(self, length: int) -> None:
+        super().truncate(self.offset + length if length else 0)
+        self.offset = self.offset if length else 0
 
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
         """Copy contexts of a cache after as many contexts, with their memory."""

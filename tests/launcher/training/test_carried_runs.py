@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,26 @@ import pytest
 import torch
 
 from longstride.data_pipelines.order import Batch, StreamState
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.cli import main
+from longstride.launcher.compression.coding import decode, encode, rows_for
 from longstride.launcher.config import load_config
 from longstride.launcher.data import TrainingData
 from longstride.launcher.engine import LaneStates
+from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.models import load_model
 from longstride.launcher.planning import plan
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import ModelConfig, Session, SparseTransformer, generate
+from longstride.testing.subjects import awake
 from tests.harness.layouts import losses_of, train_through
 from tests.harness.runs import complete, metrics, spawn
 from tests.launcher.training.test_objectives import evaluated
 from tests.launcher.training.test_training import LOW_SCALE
 
 ATTENTION = [{"type": "recurrent", "stateful": True}, {"type": "local", "window": 9}]
+MEMORY = f"model.attention={json.dumps({'type': 'transformer_xl', 'memory': 80})}"
 IN_LANES = ("data.shuffle_bytes=0", "data.shuffle_shards=false")
 MODEL = (f"model.attention={json.dumps(ATTENTION)}", "model.dropout=0", "model.backend=auto", *IN_LANES)
 RECOMPUTED = "train.activation_checkpointing=true"
@@ -37,7 +43,8 @@ def test_losses_are_those_of_one_process_in_every_layout(config_file: Path, tmp_
         (1, ("deepspeed=zero2_fp32", "train.micro_batch=4")),
         (2, ("deepspeed=zero2_fp16", LOW_SCALE)),
     ]
-    train_through(config_file, tmp_path / "moved", MODEL, legs, 3)
+    attention = f"model.attention={json.dumps([*ATTENTION, {'type': 'transformer_xl', 'memory': 80}])}"
+    train_through(config_file, tmp_path / "moved", (*MODEL, attention, "model.layers=3"), legs, 3)
 
 
 def test_a_step_reads_what_the_steps_before_it_left(config_file: Path, tmp_path: Path) -> None:
@@ -60,7 +67,9 @@ def test_a_step_reads_what_the_steps_before_it_left(config_file: Path, tmp_path:
     assert len(losses) == 6 and abs(alone.mean().item() - losses[-1]) > 1e-4
 
 
-@pytest.mark.parametrize("changes", [(), ("model.reversible=true",), (RECOMPUTED, "deepspeed=zero3_bf16")])
+@pytest.mark.parametrize(
+    "changes", [(), ("model.reversible=true", MEMORY), (RECOMPUTED, "deepspeed=zero3_bf16", MEMORY)]
+)
 def test_a_resume_takes_the_steps_of_an_undisturbed_run(
     config_file: Path, tmp_path: Path, changes: tuple[str, ...]
 ) -> None:
@@ -133,10 +142,10 @@ def test_evaluation_has_one_figure_for_any_processes_and_equals_the_definition(
     assert line["loss_nats"] == pytest.approx(torch.cat(nats).mean().item(), rel=1e-6)
 
 
-def test_a_session_reads_on_as_training_does(config_file: Path) -> None:
-    config = load_config(config_file, [*MODEL]).model
-    torch.manual_seed(1)
-    model = SparseTransformer(config).eval().double()
+@pytest.mark.parametrize("changes", [(), (MEMORY,)])
+def test_a_session_reads_on_as_training_does(config_file: Path, changes: tuple[str, ...]) -> None:
+    config = load_config(config_file, [*MODEL, *changes]).model
+    model = awake(config)
     tokens = torch.randint(256, (2, 3 * config.context + 10))
     carried, rows = model.new_carried(2, torch.device("cpu"), torch.float64), []
     for piece in tokens.split(config.context, 1):
@@ -187,6 +196,23 @@ def test_samples_go_on_behind_the_context(config_file: Path, tmp_path: Path, cap
             carried = output.carried
     assert int(output.rows[0, -1].argmax()) == int(tokens[0, -1])
     assert b"".join(path.read_bytes() for path in [text]).startswith(bytes(tokens[0].tolist()))
+
+
+@pytest.mark.parametrize("size", [1, 64, 65, 200])
+def test_a_text_is_scored_and_coded_as_one_lane(config_file: Path, size: int) -> None:
+    config = load_config(config_file, [*MODEL]).model
+    model = awake(config).float()
+    content = bytes(torch.randint(256, (size,)).tolist())
+    carried, nats = model.new_carried(1, torch.device("cpu"), torch.float32), 0.0
+    for piece in torch.tensor([list(content)]).split(config.context, 1):
+        output: Any = model(piece, return_nats=True, return_extras=True, carried=carried)
+        carried, nats = output.carried, nats + output.rows.sum().item()
+    assert likelihood(model, content)["loss_nats"] == pytest.approx(nats / size, rel=1e-6)
+    code, bits = encode(model, content, rows_for(config, size, torch.float32))
+    assert bits == pytest.approx(nats / math.log(2), rel=1e-5)
+    assert decode(model, code, size, 1) == content
+    with pytest.raises(ConfigError, match="--min-context=8: repeats bytes"):
+        likelihood(model, content, min_context=8)
 
 
 def test_a_plan_counts_what_lanes_carry(config_file: Path) -> None:
