@@ -27,7 +27,7 @@ def recurrent(cell: str, stateful: bool = False, bias: bool = True) -> Recurrent
 
 
 def defined(mixer: Recurrent, inputs: Tensor, begins: Tensor | None = None, h: Tensor | None = None) -> Tensor:
-    """Compute states (B, N, R) row by row from the formulas of Vecoven et al. 2020 (equations 5 and 6).
+    """Compute states (B, N, R) row by row from the formulas of Vecoven et al. 2020.
 
     ``inputs`` are U_a x, U_c x and U x, (B, N, 3R).
     """

@@ -62,6 +62,12 @@ CASES: list[Case] = [
         ({"block": 41, "top": 1}, "block=41: must be at most context 40"),
         ({"block": 8, "top": 6}, "top=6: context 40 has 5 blocks; at most 5"),
     ]),
+    *of("attention", "recurrent", [
+        ({"cell": "lstm"}, 'cell="lstm": must be '),
+        ({"width": 0}, "width=0: must be greater than 0"),
+    ]),
+    ({"attention": {"type": "recurrent"}, "query_key_norm": True}, f"query_key_norm: {NO_ATTENTION}"),
+    ({"attention": {"type": "recurrent"}, "convolution": 3}, "attention: recurrent does not apply model.convolution"),
     *of("attention", "routing", [
         ({"decay": 1.0}, "decay=1.0: must be less than 1"),
         ({"keys": "rooted"}, 'keys="rooted": must be '),

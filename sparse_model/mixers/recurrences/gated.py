@@ -70,7 +70,7 @@ class RecurrentConfig(MixerConfig, StrictModel):
 
 
 class Recurrent(Mixer):
-    """h_n = c ∘ h_(n-1) + (1 - c) ∘ tanh(U x_n + a ∘ h_(n-1)), projected back (equations 5 and 6).
+    """h_n = c ∘ h_(n-1) + (1 - c) ∘ tanh(U x_n + a ∘ h_(n-1)), projected back (Vecoven et al. 2020).
 
     a = 1 + tanh(U_a x_n + W_a h_(n-1) + b_a), c = sigmoid(U_c x_n + W_c h_(n-1) + b_c). W_a and W_c are matrices (nbrc)
     or diagonals (brc). Above 1, a makes a channel bistable: it then keeps one of two values.

@@ -89,6 +89,7 @@ BY_CONTENT: tuple[dict[str, Any], ...] = (
     {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 5},
     {"type": "match", "window": 8, "order": 2, "matches": 4},
     {"type": "moba", "block": 8, "top": 3},
+    {"type": "recurrent", "width": 24},
     {"type": "adaptive_span", "ramp": 4, "penalty": 0.001, "initial": 5.5},
     {"type": "entmax", "pattern": {"type": "local", "window": 9}},
 )

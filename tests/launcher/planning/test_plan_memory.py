@@ -61,8 +61,11 @@ EXPERTS_IN_TURN = (
 SHARED = ('model.attention={"type": "strided", "stride": 8, "key_value_heads": 1}', "model.rotary.base=1000")
 HASHED = ('model.attention={"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 8}',)
 MATCHED = ('model.attention={"type": "match", "window": 8, "order": 2, "matches": 4}',)
+RECURRENT = (
+    f'model.attention=[{{"type": "recurrent", "width": 24}}, {LOCAL}, {{"type": "recurrent", "cell": "brc"}}]',
+)
 MIXTURES = (SANDWICH, ONE_LARGE, EXPERTS_IN_TURN)
-PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, MATCHED, SHARED)
+PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, MATCHED, RECURRENT, SHARED)
 CASES = [(name, more) for name in DTYPES for more in ((), *PARTS, *MIXTURES)]
 DEFAULT_CASES = (
     ("fp32", ()),
@@ -73,6 +76,7 @@ DEFAULT_CASES = (
     ("fp32", EXPERTS_IN_TURN),
     ("fp32", HASHED),
     ("bf16", MATCHED),
+    ("bf16", RECURRENT),
     ("bf16", SHARED),
 )
 

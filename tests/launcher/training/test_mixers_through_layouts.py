@@ -119,3 +119,16 @@ def test_it_trains_in_every_stage_and_precision(
 def test_what_recomputes_otherwise_is_refused(name: str, config_file: Path) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.{name}=true: .*model\.reversible.*; give false$"):
         load_config(config_file, ["model.reversible=true", f"train.{name}=true"])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("changes", [(), ("train.activation_checkpointing=true",), ("model.reversible=true",)])
+def test_a_recurrence_learns_alike_in_every_stage(changes: tuple[str, ...], config_file: Path, tmp_path: Path) -> None:
+    attention = [{"type": "recurrent", "width": 24}, {"type": "recurrent", "cell": "brc"}]
+    model = (*COMMON, f"model.attention={json.dumps(attention)}", MUON, *changes)
+    losses = [
+        losses_of(config_file, tmp_path / f"{stage}", 6, processes, *model, f"deepspeed=zero{stage}_fp32")
+        for stage, processes in ((0, 1), (1, 2), (3, 2))
+    ]
+    assert losses[0][-1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
