@@ -252,6 +252,28 @@ def test_one_query_reads_listed_rows() -> None:
         torch.testing.assert_close(attend_listed(q[:, :, position], keys, values, rows), wanted[:, :, position])
 
 
+@pytest.mark.parametrize("backend", [*(on(backend) for backend in ALL), on("triton", marks=[IN_THE_INTERPRETER])])
+def test_the_last_queries_alone_have_their_rows(backend: str) -> None:
+    """Fewer queries than keys: as rows of all queries, with the gradients that these give to keys and values."""
+    q, k, v, grad, _ = make_inputs(Shape(2, 3, 29, 8, 12), SINGLE)
+    bounds = random_part(2, 3, 29, seed=1)
+    part = Part(None, bounds.key_order, bounds.low, bounds.high)
+    last = part._replace(low=part.low[..., 20:], high=part.high[..., 20:])
+    results = []
+    for queries, chosen, name in ((q, part, "reference"), (q[:, :, 20:], last, backend)):
+        tensors = [x.to(DEVICES[name]).detach().requires_grad_() for x in (queries, k, v)]
+        selection = Selection((chosen,), 29).mapped(lambda x, name=name: x.to(DEVICES[name]))
+        out = selected_attention(*tensors, selection, backend=name)
+        out[:, :, -9:].backward(grad[:, :, 20:].to(DEVICES[name]))
+        results.append(
+            [x.cpu() for x in (out[:, :, -9:], tensors[0].grad[:, :, -9:], tensors[1].grad, tensors[2].grad)]
+        )
+    for actual, wanted in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(actual, wanted)
+    with pytest.raises(ValueError, match="9 queries of 29 keys need a selection with disjoint parts"):
+        selected_attention(q[:, :, 20:], k, v, Selection((last,), 29, disjoint=False))
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -93,6 +93,17 @@ CASES: list[Case] = [
     *(({"attention": {"type": "synthesizer", "kind": "random"}, **changes}, f"{line}: {NO_ATTENTION}")
       for changes, line in (({"rotary": {}}, "rotary"), ({"query_key_norm": True}, "query_key_norm"),
                             ({"query_key_ratio": 0.5}, "query_key_ratio=0.5"))),
+    *of("attention", "transformer_xl", [
+        ({"memory": -1}, "memory=-1: must be greater than or equal to 0"),
+        ({"position_channels": 7}, "position_channels=7: must be a multiple of 2"),
+        ({"key_value_heads": 2}, f"key_value_heads=2: must be left out: in transformer_xl {OWN_KEYS}"),
+    ], memory=8),
+    *(({"attention": {"type": "transformer_xl", "memory": 8}, **changes}, f'attention.type="transformer_xl": {line}')
+      for changes, line in (({"rotary": {}}, "has relative positions of its own; set model.rotary to null"),
+                            ({"query_key_norm": True}, "adds biases to queries, which are not normalised; set "),
+                            ({"backend": "flex"}, 'needs another backend than "flex"'))),
+    ({"attention": {"type": "transformer_xl", "memory": 8}, "convolution": 3},
+     "attention: transformer_xl does not apply model.convolution; set it to null"),
     # Heads that share keys and values.
     *(case for kind, required in SHARING.items()
       for case in of("attention", kind, [({"key_value_heads": 3}, f"key_value_heads=3: {DIVIDES} 2")], **required)),

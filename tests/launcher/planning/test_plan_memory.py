@@ -61,11 +61,12 @@ EXPERTS_IN_TURN = (
 SHARED = ('model.attention={"type": "strided", "stride": 8, "key_value_heads": 1}', "model.rotary.base=1000")
 HASHED = ('model.attention={"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 8}',)
 MATCHED = ('model.attention={"type": "match", "window": 8, "order": 2, "matches": 4}',)
+MEMORY = ('model.attention={"type": "transformer_xl", "memory": 0, "position_channels": 6}',)
 RECURRENT = (
     f'model.attention=[{{"type": "recurrent", "width": 24}}, {LOCAL}, {{"type": "recurrent", "cell": "brc"}}]',
 )
 MIXTURES = (SANDWICH, ONE_LARGE, EXPERTS_IN_TURN)
-PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, MATCHED, RECURRENT, SHARED)
+PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, MATCHED, MEMORY, RECURRENT, SHARED)
 CASES = [(name, more) for name in DTYPES for more in ((), *PARTS, *MIXTURES)]
 DEFAULT_CASES = (
     ("fp32", ()),
@@ -77,6 +78,7 @@ DEFAULT_CASES = (
     ("fp32", HASHED),
     ("bf16", MATCHED),
     ("bf16", RECURRENT),
+    ("bf16", MEMORY),
     ("bf16", SHARED),
 )
 
