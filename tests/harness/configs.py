@@ -142,6 +142,18 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "convolution": 3,
         "attention": [{"type": "moba", "block": 6, "top": 3}, {"type": "moba", "block": 5, "top": 2}],
     },
+    "summaries of blocks": {
+        "layers": 3,
+        "convolution": 3,
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "query_key_ratio": 0.5,
+        "attention": [
+            {"type": "compressed"},
+            {"type": "local", "window": 5},
+            {"type": "compressed", "block": 6, "distance": 2, "summary": "mlp", "key_value_heads": 2},
+        ],
+    },
     "matches": {
         "layers": 3,
         "vocabulary": 3,

@@ -41,6 +41,14 @@ CASES: list[Case] = [
         ({"limit": 8, "initial": 9.0}, "initial=9.0: must be at most limit 8; nearest 8"),
         ({"initial": 41.0}, "initial=41.0: must be at most context 40; nearest 40"),
     ], penalty=0.01),
+    *of("attention", "compressed", [
+        ({"block": 41}, "block=41: must be at most context 40"),
+        ({"block": 1}, "block=1: must be greater than or equal to 2"),
+        ({"block": 6, "distance": 4}, "distance=4: must divide block=6; nearest 3"),
+        ({"summary": "max"}, 'summary="max": must be '),
+    ]),
+    ({"attention": {"type": "compressed"}, "backend": "flex"},
+     'attention.type="compressed": needs another backend than "flex"; nearest "auto"'),
     *of("attention", "entmax", [
         ({"pattern": FIXED_7}, "pattern.stride=7: must divide context 40; nearest 5, 8"),
         ({"pattern": {"type": "fixed", "index": 1}}, "pattern.index=1: must be left out"),

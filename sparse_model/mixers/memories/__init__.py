@@ -1,1 +1,1 @@
-"""Attention that reads memories: rows of the contexts before."""
+"""Mixers that read memories: rows that summarise others, or that come from the contexts before."""
