@@ -218,17 +218,28 @@ def train(content: dict[str, Any], steps: int, seed: int, data: Path, folder: Pa
 
 
 def run(
-    content: dict[str, Any], steps: int, seed: int, data: Path, output: Path, *, evaluate_contexts: int
+    content: dict[str, Any],
+    steps: int,
+    seed: int,
+    data: Path,
+    output: Path,
+    *,
+    evaluate_contexts: int,
+    in_lanes: bool = False,
 ) -> list[dict[str, Any]]:
-    """Train into a new run folder, and return the lines of its metrics.jsonl."""
+    """Train into a new run folder, and return the lines of its metrics.jsonl.
+
+    Every lane is shuffled whole: in blocks, the few bytes of a training would come from a part of the files. With
+    ``in_lanes``, each lane reads the files in their order.
+    """
+    order = {"shuffle_bytes": 0, "shuffle_shards": False} if in_lanes else {"shuffle_bytes": SHUFFLE_BYTES}
     changes = {
         "train.steps": steps,
         "train.warmup_steps": max(1, round(WARMUP_SHARE * steps)),
         "train.seed": seed,
         "train.output": str(output),
         "train.evaluate_contexts": evaluate_contexts,
-        # Every lane is shuffled whole: in blocks, the few bytes of a training would come from a part of the files.
-        "data": {"path": str(data), "seed": seed, "shuffle_bytes": SHUFFLE_BYTES},
+        "data": {"path": str(data), "seed": seed, **order},
     }
     file = output.with_suffix(".json")
     file.write_text(json.dumps(changed(content, changes)))
