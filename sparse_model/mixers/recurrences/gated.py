@@ -29,7 +29,7 @@ from longstride.sparse_model.part import (
 )
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
-from longstride.sparse_model.tiles import wide_of
+from longstride.sparse_model.tiles import TILE, wide_of
 
 
 class RecurrentConfig(MixerConfig, StrictModel):
@@ -117,8 +117,9 @@ class Recurrent(Mixer):
         if context.places is not None:
             begins = context.places == 0
             begins[:, 0] = False  # goes on from the initial state, or from zeros
-        inputs = self.inputs(h)
-        hidden, _ = _recurrence(inputs, self.gates, self.gate_bias, begins, initial)
+        inputs = self.inputs(h.transpose(0, 1))  # the rows of a position side by side
+        hidden, _ = _recurrence(inputs, self.gates, self.gate_bias, None if begins is None else begins.T, initial)
+        hidden = hidden.transpose(0, 1)
         if state is not None:
             state.write(context.first, hidden)
         output = MixerOutput(self.projection(hidden.to(inputs.dtype)))
@@ -192,25 +193,25 @@ def _recurrence(
     """Compute the states of a recurrence, see ``Recurrent``; one opaque operation for compilers and plans.
 
     Args:
-        inputs: (B, N, 3R): U_a x, U_c x and U x.
+        inputs: (N, B, 3R): U_a x, U_c x and U x.
         gates: (2, R, R), or diagonals (2R).
         bias: (2R); None: 0.
-        begins: (B, N) bool, True where the state before the row is 0; None: nowhere.
+        begins: (N, B) bool, True where the state before the row is 0; None: nowhere.
         initial: (B, R), the state before the first row, which has no gradient; None: 0.
 
     Returns:
-        States (B, N, R), and a, c and the tanh of each row, (N, B, 3R), which the backward pass reads.
+        States (N, B, R), and a, c and the tanh of each row, (N, B, 3R), which the backward pass reads.
     """
     hidden, values = _empty_states(inputs)
     width, weights = hidden.shape[2], gates.to(values.dtype).view(2 * hidden.shape[2], -1)
-    values.copy_(inputs.transpose(0, 1))
+    values.copy_(inputs)
     both = values[..., : 2 * width]
     if bias is not None:
         both += bias
-    h = values.new_zeros(hidden[:, 0].shape) if initial is None else initial.to(values.dtype)
+    h = torch.zeros_like(hidden[0]) if initial is None else initial.to(values.dtype)
     resets = _resets(begins)
     # Tensors are split once: indexing them in the loop takes longer than a row's arithmetic.
-    rows = zip(both.unbind(), *(x.unbind() for x in values.split(width, -1)), hidden.unbind(1), strict=True)
+    rows = zip(both.unbind(), *(x.unbind() for x in values.split(width, -1)), hidden.unbind(), strict=True)
     with torch.autocast(values.device.type, enabled=False):  # autocast would round to 16 bits
         for position, (gate_rows, a, c, candidate, after) in enumerate(rows):
             if position in resets:
@@ -227,20 +228,20 @@ def _recurrence(
 
 
 def _empty_states(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Allocate both results of ``_recurrence``, with the channels of a position side by side in memory."""
-    batch, length, channels = inputs.shape
+    """Allocate both results of ``_recurrence``."""
+    length, batch, channels = inputs.shape
     hidden, values = (
         torch.empty(length, batch, width, dtype=wide_of(inputs), device=inputs.device)
         for width in (channels // 3, channels)
     )
-    return hidden.transpose(0, 1), values
+    return hidden, values
 
 
 def _resets(begins: Tensor | None) -> dict[int, Tensor]:
     """Map each position at which a document begins in some context to where it does, (B, 1) bool."""
     if begins is None:
         return {}
-    return {position: begins[:, position, None] for position in begins.any(0).nonzero().flatten().tolist()}
+    return {position: begins[position, :, None] for position in begins.any(1).nonzero().flatten().tolist()}
 
 
 @_recurrence.register_fake
@@ -259,11 +260,11 @@ def _recurrence_backward(
     begins: Tensor | None,
     initial: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of inputs (B, N, 3R), gates and bias (2R), in the precision of the recurrence."""
+    """Return the gradients of inputs (N, B, 3R), gates and bias (2R), in the precision of the recurrence."""
     width, weights = hidden.shape[2], gates.to(values.dtype).view(2 * hidden.shape[2], -1)
     resets = _resets(begins)
-    before = torch.empty_like(hidden.transpose(0, 1))  # (N, B, R), the state that each row reads
-    before[1:] = hidden[:, :-1].transpose(0, 1)
+    before = torch.empty_like(hidden)  # the state that each row reads
+    before[1:] = hidden[:-1]
     before[0] = 0.0 if initial is None else initial
     for position, is_reset in resets.items():
         before[position].masked_fill_(is_reset, 0.0)
@@ -271,12 +272,16 @@ def _recurrence_backward(
     grads = torch.empty_like(values)
     of_a, of_c, of_candidate = grads.split(width, -1)
     # First the factors by which the gradient of a row's state gives those of its three sums, then the gradients.
-    torch.mul(before, 1 - (a - 1).square_(), out=of_a)
-    torch.mul(before - candidate, c * (1 - c), out=of_c)
-    torch.mul(1 - c, 1 - candidate.square(), out=of_candidate)
+    tile = max(1, TILE // max(1, before[0].numel()))  # positions: new memory for all would take longer than the loop
+    for read, row_a, row_c, row, *out in zip(
+        *(x.split(tile) for x in (before, a, c, candidate, of_a, of_c, of_candidate)), strict=True
+    ):
+        torch.mul(read, 1 - (row_a - 1).square_(), out=out[0])
+        torch.mul(read - row, row_c * (1 - row_c), out=out[1])
+        torch.mul(1 - row_c, 1 - row.square(), out=out[2])
     both = grads[..., : 2 * width]
     grad = torch.zeros_like(before[0])
-    views = (x.unbind() for x in (both, of_a, of_c, of_candidate, a, c, grad_hidden.transpose(0, 1)))
+    views = (x.unbind() for x in (both, of_a, of_c, of_candidate, a, c, grad_hidden))
     with torch.autocast(values.device.type, enabled=False):
         for position, (gate_rows, grad_a, grad_c, grad_candidate, row_a, row_c, grad_row) in reversed(
             list(enumerate(zip(*views, strict=True)))
@@ -296,7 +301,7 @@ def _recurrence_backward(
             grad_gates = (both.unflatten(-1, (2, width)) * before[:, :, None]).sum((0, 1)).flatten()
         else:
             grad_gates = (both.flatten(0, 1).T @ before.flatten(0, 1)).view(gates.shape)
-    return grads.transpose(0, 1), grad_gates, both.sum((0, 1))
+    return grads, grad_gates, both.sum((0, 1))
 
 
 @_recurrence_backward.register_fake
@@ -309,7 +314,7 @@ def _recurrence_backward_fake(
     initial: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_gates = torch.empty_like(gates, dtype=values.dtype)
-    return torch.empty_like(values).transpose(0, 1), grad_gates, values.new_empty(2 * hidden.shape[2])
+    return torch.empty_like(values), grad_gates, values.new_empty(2 * hidden.shape[2])
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
