@@ -20,6 +20,7 @@ def test_contexts_end_with_their_first_byte() -> None:
 def test_the_last_byte_depends_on_the_first(name: str) -> None:
     model, tokens = recall.network(recall.MIXERS[name], 7), torch.zeros(1, 9, dtype=torch.uint8)
     assert model.config.width == 100 and model.config.order == "s2"
+    torch.nn.init.normal_(model.logits.weight)  # begins at 0
     before = recall.last_logits(model, tokens)
     tokens[0, 0] = 1
     assert not torch.equal(recall.last_logits(model, tokens), before)
