@@ -26,6 +26,7 @@ from longstride.sparse_model.mixers.linformer import LinformerConfig
 from longstride.sparse_model.mixers.lsh import LshConfig
 from longstride.sparse_model.mixers.match import MatchConfig
 from longstride.sparse_model.mixers.memories.compressed import CompressedConfig
+from longstride.sparse_model.mixers.memories.compressive import CompressiveConfig
 from longstride.sparse_model.mixers.memories.transformer_xl import TransformerXLConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
 from longstride.sparse_model.mixers.recurrences.gated import RecurrentConfig
@@ -39,6 +40,7 @@ from longstride.sparse_model.strict import StrictModel, parse_entries
 MIXERS: dict[str, type[StrictModel]] = {
     "adaptive_span": AdaptiveSpanConfig,
     "compressed": CompressedConfig,
+    "compressive": CompressiveConfig,
     "entmax": EntmaxConfig,
     "linformer": LinformerConfig,
     "lsh": LshConfig,

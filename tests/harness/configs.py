@@ -217,6 +217,14 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "transformer_xl", "memory": 30, "window": 9},
         ],
     },
+    "compressed memory": {
+        "layers": 2,
+        "reversible": True,
+        "attention": [
+            {"type": "compressive", "memory": 13, "compressed": 7, "rate": 3},
+            {"type": "compressive", "memory": 40, "compressed": 9, "rate": 2, "compression": "max", "window": 11},
+        ],
+    },
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "norms after, as BERT": {
         "layers": 2, "norm_position": "after", "embedding_norm": True, "feed_forward": {"activation": "gelu"},

@@ -101,6 +101,11 @@ CASES: list[Case] = [
     *(({"attention": {"type": "synthesizer", "kind": "random"}, **changes}, f"{line}: {NO_ATTENTION}")
       for changes, line in (({"rotary": {}}, "rotary"), ({"query_key_norm": True}, "query_key_norm"),
                             ({"query_key_ratio": 0.5}, "query_key_ratio=0.5"))),
+    *of("attention", "compressive", [
+        ({"memory": 0}, "memory=0: must be greater than 0"),
+        ({"memory": 2}, "rate=3: must be at most memory 2, whose rows it takes"),
+        ({"compression": "most used"}, "compression="),
+    ], memory=8, compressed=4, rate=3),
     *of("attention", "transformer_xl", [
         ({"memory": -1}, "memory=-1: must be greater than or equal to 0"),
         ({"position_channels": 7}, "position_channels=7: must be a multiple of 2"),

@@ -15,7 +15,6 @@ which the attention kernels compute as heads of D + P channels. Positions count 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -112,15 +111,15 @@ class QueryBiases(Part):
 
 
 class Projection(nn.Linear):
-    """A linear layer without bias, of which some calls need only the last channels, or no gradient of the weights."""
+    """A linear layer without bias, of which some calls need only some channels, or no gradient of the weights."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 
-    def forward(self, rows: Tensor, first: int = 0, is_frozen: bool = False) -> Tensor:
-        """Map (…, C) to the channels from ``first`` on; ``is_frozen``: as if the weights were constants."""
-        weight = self.weight[first:] if first else self.weight
-        return F.linear(rows, weight.detach() if is_frozen else weight)
+    def forward(self, rows: Tensor, channels: slice | None = None, is_frozen: bool = False) -> Tensor:
+        """Map (…, C) to some channels; ``is_frozen``: by constant weights, in the precision of the rows."""
+        weight = self.weight if channels is None else self.weight[channels]
+        return F.linear(rows, weight.detach().to(rows.dtype) if is_frozen else weight)
 
 
 class Past(NamedTuple):
@@ -128,6 +127,15 @@ class Past(NamedTuple):
 
     rows: Tensor  # (B, M, C)
     first: Tensor  # (B,) int64
+
+
+class Ending(NamedTuple):
+    """The last document of each context of a batch, among the rows of the memory and of the context."""
+
+    rows: Tensor  # (B, M + N, C), without gradients, in the memory's precision
+    end: Tensor  # (B,) int64, where real rows end
+    length: Tensor  # (B,) int64, rows of the document before that
+    goes_on: Tensor  # (B,) bool: it began before the context
 
 
 class MemoryAttention(Attention):
@@ -168,10 +176,10 @@ class MemoryAttention(Attention):
             out = state.extend(q, k, v, first) if first else state.begin(q, k, v)
         elif past is not None:
             keys, values = self.keys_of(past.rows)
-            k, v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+            k, v = torch.cat([self.placed(keys), k], 2), torch.cat([values, v], 2)
             selection = self.selection_behind(past, context.places, h.shape[1])
             out = selected_attention(q, k, v, selection, scale=self.scale, backend=self.backend)
-            output = output._replace(carried=self.next_carried(h, context))
+            output = self.hand_over(h, context)
         elif context.selection is not None:
             out = selected_attention(q, k, v, context.selection, scale=self.scale, backend=self.backend)
         else:
@@ -198,16 +206,16 @@ class MemoryAttention(Attention):
         a, b = ((q + for_distances) @ self.distances.unflatten(0, (self.heads, -1))).to(wide_of(q)).chunk(2, -1)
         sines, cosines = self.waves(first, q)
         turned = torch.cat([a * sines + b * cosines, b * sines - a * cosines], -1)
-        return torch.cat([(q + for_keys).to(q.dtype), turned.to(q.dtype)], -1), self._placed(k, first), v
+        return torch.cat([(q + for_keys).to(q.dtype), turned.to(q.dtype)], -1), self.placed(k, first), v
 
-    def keys_of(self, rows: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Project rows (B, M, C) at positions from ``first`` on to keys (B, H, M, D + P) and values (B, H, M, Dv)."""
-        keys, values = self.query_key_value(rows, self.widths[0]).split(self.widths[1:], -1)
-        k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (keys, values))
-        return self._placed(k, first), v
+    def keys_of(self, rows: Tensor, is_frozen: bool = False) -> tuple[Tensor, Tensor]:
+        """Project rows (B, M, C) to keys (B, H, M, D) and values (B, H, M, Dv); ``is_frozen``: by constant weights."""
+        projected = self.query_key_value(rows, slice(self.widths[0], None), is_frozen)
+        k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in projected.split(self.widths[1:], -1))
+        return k, v
 
-    def _placed(self, k: Tensor, first: int) -> Tensor:
-        """Add to keys (B, H, N, D) the channels of their positions."""
+    def placed(self, k: Tensor, first: int = 0) -> Tensor:
+        """Add to keys (B, H, N, D) the P channels of positions from ``first`` on."""
         sines, cosines = self.waves(first, k)
         waves = torch.cat([cosines, sines], -1).to(k.dtype)
         return torch.cat([k, waves.expand(*k.shape[:3], -1)], -1)
@@ -234,21 +242,26 @@ class MemoryAttention(Attention):
         span = min(memory + count, self.config.window or MOST_POSITIONS)
         return Selection((SelectionPart(None, None, low, high),), span)
 
-    def next_carried(self, h: Tensor, context: BlockContext) -> tuple[Tensor, Tensor]:
-        """Return the last M real rows of the memory and of h (B, N, C), and how many of them the next context reads."""
-        rows, count = context.carried
+    def hand_over(self, h: Tensor, context: BlockContext) -> MixerOutput:
+        """Return what the next context takes as ``carried``, with the rows h (B, N, C) of this one."""
+        ending = self.ending(h, context)
+        memory = rows_before(ending.rows, ending.end, self.config.memory)
+        count = ending.length.clamp_max(self.config.memory)
+        return MixerOutput(h, carried=(memory, count.to(torch.int32)))
+
+    def ending(self, h: Tensor, context: BlockContext) -> Ending:
+        """Return the last document of the memory and the rows h (B, N, C)."""
+        rows, before = context.carried[:2]
         total = torch.cat([rows.to(h.dtype), h], 1).detach().to(rows.dtype)
-        length = torch.full_like(count, h.shape[1]) if context.real is None else context.real.sum(1).to(count.dtype)
-        count = count + length
-        if context.places is not None:  # of the last document
-            last = (length.long() - 1).clamp_min(0)[:, None]
-            place = context.places.gather(1, last)
-            count = torch.where((place == last)[:, 0], count, (place[:, 0] + 1).to(count.dtype))
-        count = count.clamp_max(self.length)
-        if context.real is None:
-            return total[:, -self.length :].contiguous(), count
-        index = length.long()[:, None] + torch.arange(self.length, device=h.device)
-        return total.take_along_dim(index[..., None], 1), count
+        before = before.long()
+        length = torch.full_like(before, h.shape[1]) if context.real is None else context.real.sum(1)
+        count, goes_on = before + length, torch.ones_like(before, dtype=torch.bool)
+        if context.places is not None:
+            last = (length - 1).clamp_min(0)
+            place = context.places.gather(1, last[:, None])[:, 0]
+            goes_on = place == last
+            count = torch.where(goes_on, count, place + 1)
+        return Ending(total, rows.shape[1] + length, count, goes_on)
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> MemoryCache:
         places = self.length + length
@@ -256,7 +269,7 @@ class MemoryAttention(Attention):
         keys, values = (
             empty_cache(batch, self.heads, places, width, self.patterns, device=device, dtype=dtype) for width in widths
         )
-        return MemoryCache(keys, values, self.patterns, self.backend, self.scale, self.length, self.channels)
+        return MemoryCache(self, keys, values)
 
     def num_pairs(self, positions: int) -> int:
         """Count pairs of a query and a key in all heads together, with a full memory."""
@@ -278,34 +291,30 @@ class MemoryAttention(Attention):
         return q * (self.scale * q.shape[-1] ** 0.5), k  # weights divide by the root of the width
 
 
+def rows_before(rows: Tensor, end: Tensor, count: int) -> Tensor:
+    """Return the last ``count`` of rows (B, L, C) before ``end`` (B,): (B, count, C); anything before the first."""
+    index = end[:, None] + torch.arange(-count, 0, device=rows.device)
+    return rows.take_along_dim(index.clamp_min(0)[..., None], 1)
+
+
 class MemoryCache(KeyValues):
     """Keys and values of the memory, then those of the context. Places of unused memory lie at the end."""
 
     offset = 0  # rows of memory
 
-    def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        patterns: Sequence[Pattern],
-        backend: str,
-        scale: float,
-        memory: int,
-        channels: int,
-    ) -> None:
-        """Make an empty cache with ``memory`` places besides those of a context; ``channels``: P, at a key's end."""
-        super().__init__(keys, values, patterns, backend, scale)
-        self.memory, self.channels = memory, channels
+    def __init__(self, owner: MemoryAttention, keys: Tensor, values: Tensor) -> None:
+        super().__init__(keys, values, owner.patterns, owner.backend, owner.scale)
+        self.owner, self.context = owner, keys.shape[2] - owner.length  # places of a context
 
     def __reduce__(self) -> tuple[Any, ...]:
-        _, arguments, attributes = super().__reduce__()
-        return MemoryCache, (*arguments, self.memory, self.channels), attributes | {"offset": self.offset}
+        return type(self), (self.owner, self.keys, self.values), {"offset": self.offset}
 
     def carry(self) -> None:
         """Begin the next context, after one that fills the cache: its last rows are the memory."""
-        last = self.offset + self.keys.shape[2] - self.memory
-        count = min(self.memory, last)
-        for rows in (self.keys[..., : -self.channels], self.values):  # channels of a position stay at their place
+        last = self.offset + self.context
+        count = min(self.owner.length, last)
+        contents = self.keys[..., : -self.owner.channels]  # the channels of a position stay at their place
+        for rows in (contents, self.values):
             rows[:, :, :count] = rows[:, :, last - count : last].clone()
         self.offset = count
         self._attend_one.forget()
