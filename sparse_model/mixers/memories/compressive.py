@@ -216,6 +216,11 @@ class CompressiveCache(MemoryCache):
         self.write(slice(self.offset), self.owner.placed(keys), values)
         self._attend_one.forget()
 
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        if not length:
+            self.carried = tuple(torch.zeros_like(rows) for rows in self.carried)
+
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
         super().take(source, order, length, into)
         pairs = ((self.rows, source.rows), *zip(self.carried, source.carried, strict=True))
