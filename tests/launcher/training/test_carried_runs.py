@@ -79,6 +79,17 @@ def test_a_resume_takes_the_steps_of_an_undisturbed_run(
     assert losses_of(config_file, tmp_path / "run", 6, 2, *MODEL, *changes) == expected
 
 
+def test_replays_repeat_steps_before_and_behind_a_rewind(config_file: Path, tmp_path: Path) -> None:
+    """Step 6 is not finite, and the run goes back to step 4."""
+    words = ["--config", str(config_file), *MODEL, f"train.output={tmp_path / 'run'}", "train.guards.non_finite=rewind"]
+    words += ["train.checkpoint_every=2", "train.evaluate_every=null", "train.steps=8"]
+    spoil = {"SPOIL": "loss,1,6,6,1"}
+    complete(words, 2, spoil)
+    for step, extra in (("6", spoil), ("8", {})):
+        (report, _) = complete([*words, "--replay", step], 2, extra).stdout
+        assert json.loads(report.splitlines()[-1])["reproduced"], report
+
+
 def batch_of(ids: list[int], goes_on: list[bool] | None = None) -> Batch:
     rows = torch.zeros(len(ids), 8, dtype=torch.uint8)
     state = StreamState("data", 0, 0, 1, len(ids))
