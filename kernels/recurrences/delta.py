@@ -101,7 +101,8 @@ def _delta_rule(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the final state, and with ``keep`` the states before all chunks, (n, Z, D, Dv)."""
-    return BACKENDS[backend][0](q, k, v, log_decay, beta, initial, begins, keep)
+    with torch.autocast(q.device.type, enabled=False):
+        return BACKENDS[backend][0](q, k, v, log_decay, beta, initial, begins, keep)
 
 
 @_delta_rule.register_fake
@@ -130,7 +131,8 @@ def _delta_rule_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, log_decay, beta and initial, whether they are needed or not."""
-    return BACKENDS[backend][1](grad_out, grad_final, q, k, v, log_decay, beta, begins, final, states)
+    with torch.autocast(q.device.type, enabled=False):
+        return BACKENDS[backend][1](grad_out, grad_final, q, k, v, log_decay, beta, begins, final, states)
 
 
 @_delta_rule_backward.register_fake

@@ -29,6 +29,7 @@ from longstride.sparse_model.mixers.memories.compressed import CompressedConfig
 from longstride.sparse_model.mixers.memories.compressive import CompressiveConfig
 from longstride.sparse_model.mixers.memories.transformer_xl import TransformerXLConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
+from longstride.sparse_model.mixers.recurrences.delta import DeltaConfig
 from longstride.sparse_model.mixers.recurrences.gated import RecurrentConfig
 from longstride.sparse_model.mixers.relative_bias import BiasedPatterns
 from longstride.sparse_model.mixers.routing import RoutingConfig
@@ -41,6 +42,7 @@ MIXERS: dict[str, type[StrictModel]] = {
     "adaptive_span": AdaptiveSpanConfig,
     "compressed": CompressedConfig,
     "compressive": CompressiveConfig,
+    "delta": DeltaConfig,
     "entmax": EntmaxConfig,
     "linformer": LinformerConfig,
     "lsh": LshConfig,

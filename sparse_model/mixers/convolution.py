@@ -25,27 +25,40 @@ class CausalConvolution(Part):
         self.weight = nn.Parameter(torch.zeros(positions, width))  # row j weighs the position j before
 
     def forward(
-        self, h: Tensor, state: RecentRows | None = None, first: int = 0, places: Tensor | None = None
+        self,
+        h: Tensor,
+        state: RecentRows | None = None,
+        first: int = 0,
+        places: Tensor | None = None,
+        earlier: Tensor | None = None,
     ) -> Tensor:
         """Apply the convolution to (B, N, C).
 
         With a state: positions from ``first`` on, which also read the cached rows.
 
         ``places`` (B, N) is each row's place in its document: no row reads one before its document.
+
+        ``earlier`` (B, k - 1, C) are the rows of the context before, which the first document continues; without
+        sequence parallelism.
         """
+        reach = self.weight.shape[0] - 1
         if state is not None:
             if h.shape[1] == 1:
                 return state.step(h, first)
             if first:
                 return torch.cat([state.step(row, first + n) for n, row in enumerate(h.split(1, 1))], 1)
             state.begin(h)
-        if self.division.size == 1:
+            earlier = state.earlier
+        if earlier is not None and places is not None:
+            places = places + reach * (places == torch.arange(h.shape[1], device=h.device))
+        if self.division.size > 1:
+            earlier = self.division.before(h, reach)
+        if earlier is None:
             return ShiftedSum.apply(h, self.weight, places)
-        earlier = self.weight.shape[0] - 1
         if places is not None:
-            places = F.pad(places, (earlier, 0))
-        h = torch.cat([self.division.before(h, earlier), h], 1)
-        return ShiftedSum.apply(h, self.weight, places)[:, earlier:]
+            places = F.pad(places, (reach, 0))
+        h = torch.cat([earlier.to(h.dtype), h], 1)
+        return ShiftedSum.apply(h, self.weight, places)[:, reach:]
 
     def new_state(self, batch: int, length: int, device: torch.device, back: int) -> RecentRows:
         """Make room for the rows that a step reads, also after ``back`` of ``length`` rows were forgotten."""
@@ -74,6 +87,20 @@ class RecentRows:
     def __init__(self, rows: Tensor, weights: Tensor) -> None:
         """Take rows (R, k, B, 1, C), and weights (k, k, 1, 1, C) in fp32 (fp64 for fp64), one set for each place."""
         self.rows, self.weights = rows, weights
+        self.block_before: Tensor | None = None  # block -1, of the context before (k, B, 1, C); None: zeros
+
+    @property
+    def earlier(self) -> Tensor | None:
+        """The last k - 1 rows of the context before, (B, k - 1, C); None: nothing came before."""
+        return None if self.block_before is None else self.block_before[1:, :, 0].transpose(0, 1)
+
+    def carry(self, length: int) -> None:
+        """Begin the next context, after one of ``length`` rows."""
+        block, place = divmod(length, len(self.weights))
+        if place == 0:
+            self._begin_block(block, 0)
+        # Row j before the next context is at (length - j) % k, and belongs to -j % k.
+        self.block_before = self.rows[block % len(self.rows)].roll(-place, 0)
 
     def begin(self, h: Tensor) -> None:
         """Store the first n rows, (B, n, C), as far as there is room."""
@@ -98,8 +125,16 @@ class RecentRows:
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
         blocks = -(-length // len(self.weights))  # of a longer context, all
         self.rows[:blocks, :, into] = source.rows[:blocks, :, order]
+        if self.block_before is None and source.block_before is not None:
+            self.block_before = torch.zeros_like(self.rows[0])
+        if self.block_before is not None:
+            before = source.block_before
+            self.block_before[:, into] = 0.0 if before is None else before[:, order]
 
     def truncate(self, length: int) -> None:
+        """Forget all rows but the first ``length``; with 0, also those of the context before."""
+        if length == 0:
+            self.block_before = None
         block, place = divmod(length, len(self.weights))
         if place:  # a row that begins a block overwrites all that it reads
             self._begin_block(block, place)
@@ -109,8 +144,10 @@ class RecentRows:
         rows = self.rows[block % len(self.rows), place:]
         if block:
             rows.copy_(self.rows[(block - 1) % len(self.rows), place:])
-        else:
+        elif self.block_before is None:
             rows.zero_()
+        else:
+            rows.copy_(self.block_before[place:])
 
 
 class ShiftedSum(torch.autograd.Function):
