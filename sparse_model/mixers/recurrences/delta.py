@@ -157,7 +157,7 @@ class DeltaMixer(Mixer):
         if earlier is None:
             return output
         assert memory is not None
-        return output._replace(carried=(memory.detach(), _last(earlier, projected.detach(), context.real)))
+        return output._replace(carried=(memory.detach(), _last(earlier, projected.detach(), places, context.real)))
 
     def rows_of(self, h: Tensor, convolved: Tensor, real: Tensor | None) -> Rows:
         """Split convolved projections (B, n, ·) into heads, and compute the gates of rows h (B, n, C) in fp32.
@@ -317,11 +317,17 @@ class DeltaState:
         return after
 
 
-def _last(earlier: Tensor, rows: Tensor, real: Tensor | None) -> Tensor:
-    """Return the last rows that are not padding, (B, k - 1, C), of earlier ones and these."""
-    count = earlier.shape[1]
+def _last(earlier: Tensor, rows: Tensor, places: Tensor | None, real: Tensor | None) -> Tensor:
+    """Return the last rows that are not padding, (B, k - 1, C), of earlier ones and these.
+
+    With ``places`` (B, N), those before the last document are 0: nothing came before it.
+    """
+    count, positions = earlier.shape[1], rows.shape[1]
     rows = torch.cat([earlier.to(rows.dtype), rows], 1)
-    if real is None:
-        return rows[:, -count:]
-    places = real.sum(1, keepdim=True) + torch.arange(count, device=rows.device)
-    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[2]))
+    ends = torch.full((len(rows), 1), positions, device=rows.device) if real is None else real.sum(1, keepdim=True)
+    index = torch.arange(count, device=rows.device)
+    rows = rows.gather(1, (ends + index)[..., None].expand(-1, -1, rows.shape[2]))
+    if places is None:
+        return rows
+    begin = (ends - 1 - places.gather(1, ends.clamp_min(1) - 1)).clamp_min(0)  # of the last document
+    return rows.masked_fill(((begin > 0) & (ends + index < begin + count))[..., None], 0.0)
