@@ -221,7 +221,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "layers": 2,
         "reversible": True,
         "attention": [
-            {"type": "compressive", "memory": 13, "compressed": 7, "rate": 3},
+            {"type": "compressive", "memory": 13, "compressed": 7, "rate": 3, "compression": "mean"},
             {"type": "compressive", "memory": 40, "compressed": 9, "rate": 2, "compression": "max", "window": 11},
         ],
     },
