@@ -66,6 +66,10 @@ class DeltaConfig(MixerConfig, StrictModel):
     def has_queries(self) -> bool:
         return False
 
+    @property
+    def carries(self) -> bool:
+        return self.stateful
+
     def check(self, network: NetworkConfig, context: int) -> None:
         heads, width = self.heads or network.heads, network.width
         for name in ("key_ratio", "value_ratio"):
@@ -238,7 +242,8 @@ class DeltaState:
             end = min(last, max(position + 1, kept + BLOCK) + -max(position + 1, kept + BLOCK) % BLOCK)
             if position % BLOCK == 0:
                 self.edges[position // BLOCK % len(self.edges)] = state
-            part = Rows(*(None if x is None else x[:, :, position - first : end - first] for x in rows))
+            within: Any = (None if x is None else x[:, :, position - first : end - first] for x in rows)
+            part = Rows(*within)
             out, state = delta_rule(*part, initial=state)
             outputs.append(out)
             position = end

@@ -30,7 +30,9 @@ from tests.launcher.training.test_objectives import evaluated
 from tests.launcher.training.test_training import LOW_SCALE
 
 ATTENTION = [{"type": "recurrent", "stateful": True}, {"type": "local", "window": 9}]
-MEMORY = f"model.attention={json.dumps({'type': 'transformer_xl', 'memory': 80})}"
+DELTA = f"model.attention={json.dumps([{'type': 'delta', 'stateful': True}, ATTENTION[1]])}"
+COMPRESSIVE = {"type": "compressive", "memory": 40, "compressed": 30, "rate": 3}
+MEMORIES = f"model.attention={json.dumps([{'type': 'transformer_xl', 'memory': 80}, COMPRESSIVE])}"
 IN_LANES = ("data.shuffle_bytes=0", "data.shuffle_shards=false")
 MODEL = (f"model.attention={json.dumps(ATTENTION)}", "model.dropout=0", "model.backend=auto", *IN_LANES)
 RECOMPUTED = "train.activation_checkpointing=true"
@@ -43,8 +45,8 @@ def test_losses_are_those_of_one_process_in_every_layout(config_file: Path, tmp_
         (1, ("deepspeed=zero2_fp32", "train.micro_batch=4")),
         (2, ("deepspeed=zero2_fp16", LOW_SCALE)),
     ]
-    attention = f"model.attention={json.dumps([*ATTENTION, {'type': 'transformer_xl', 'memory': 80}])}"
-    train_through(config_file, tmp_path / "moved", (*MODEL, attention, "model.layers=3"), legs, 3)
+    attention = f"model.attention={json.dumps([*ATTENTION, {'type': 'delta', 'stateful': True}, COMPRESSIVE])}"
+    train_through(config_file, tmp_path / "moved", (*MODEL, attention, "model.layers=4"), legs, 3)
 
 
 def test_a_step_reads_what_the_steps_before_it_left(config_file: Path, tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_a_step_reads_what_the_steps_before_it_left(config_file: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "changes", [(), ("model.reversible=true", MEMORY), (RECOMPUTED, "deepspeed=zero3_bf16", MEMORY)]
+    "changes", [(), ("model.reversible=true", DELTA), (RECOMPUTED, "deepspeed=zero3_bf16", MEMORIES)]
 )
 def test_a_resume_takes_the_steps_of_an_undisturbed_run(
     config_file: Path, tmp_path: Path, changes: tuple[str, ...]
@@ -153,7 +155,7 @@ def test_evaluation_has_one_figure_for_any_processes_and_equals_the_definition(
     assert line["loss_nats"] == pytest.approx(torch.cat(nats).mean().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("changes", [(), (MEMORY,)])
+@pytest.mark.parametrize("changes", [(), (DELTA,), (MEMORIES,)])
 def test_a_session_reads_on_as_training_does(config_file: Path, changes: tuple[str, ...]) -> None:
     config = load_config(config_file, [*MODEL, *changes]).model
     model = awake(config)
