@@ -70,15 +70,22 @@ def test_a_step_reads_what_the_steps_before_it_left(config_file: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "changes", [(), ("model.reversible=true", DELTA), (RECOMPUTED, "deepspeed=zero3_bf16", MEMORIES)]
+    ("changes", "stops"),
+    [
+        ((), (27, 31, 34)),
+        (("model.reversible=true", DELTA), (2, 5, 6)),
+        ((RECOMPUTED, "deepspeed=zero3_bf16", MEMORIES), (2, 5, 6)),
+    ],
 )
 def test_a_resume_takes_the_steps_of_an_undisturbed_run(
-    config_file: Path, tmp_path: Path, changes: tuple[str, ...]
+    config_file: Path, tmp_path: Path, changes: tuple[str, ...], stops: tuple[int, ...]
 ) -> None:
-    expected = losses_of(config_file, tmp_path / "whole", 6, 2, *MODEL, *changes)
-    for steps in (2, 5):
-        losses_of(config_file, tmp_path / "run", steps, 2, *MODEL, *changes)
-    assert losses_of(config_file, tmp_path / "run", 6, 2, *MODEL, *changes) == expected
+    """Also over the end of an epoch."""
+    expected = losses_of(config_file, tmp_path / "whole", stops[-1], 2, *MODEL, *changes)
+    for steps in stops:
+        losses = losses_of(config_file, tmp_path / "run", steps, 2, *MODEL, *changes)
+    assert losses == expected
+    assert {line.get("epoch", 0) for line in metrics(tmp_path / "run")} == ({0, 1} if stops[-1] == 34 else {0})
 
 
 def test_replays_repeat_steps_before_and_behind_a_rewind(config_file: Path, tmp_path: Path) -> None:
