@@ -37,6 +37,7 @@ SYSTEMS = {  # docs/systems.md, with their parameters
     "linformer_bytes": 87_811_840,
     "longformer_bytes": 88_991_488,
     "mpnet_bytes": 86_239_360,
+    "transformer_xl_enwik8": 38_330_112,
     "xlnet_bytes": 86_238_976,
 }
 IMAGE_GPT = ("image_gpt_small", "image_gpt_miniature")  # docs/systems.md
