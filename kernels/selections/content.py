@@ -11,27 +11,31 @@ from torch import Tensor
 from longstride.kernels.selections.base import Part, Selection
 
 
-def chosen_blocks(numbers: Tensor, block: int) -> Selection:
+def chosen_blocks(numbers: Tensor, block: int, places: Tensor | None = None) -> Selection:
     """Let each query read its own block up to itself, and some earlier blocks.
 
     Args:
         numbers: (B, H, N, T) integers, the blocks that each query chooses: earlier than its own, none twice; -1 for no
             block. T may be 0.
         block: positions per block; the last block may be shorter.
+        places: (B, N) int64, each position's place in its document. Blocks are then counted from the start of the
+            query's document. None: from position 0.
 
     Returns:
         A disjoint selection of 1 + T parts: the own blocks, and the r-th choice of all queries, sorted by block.
     """
     batch, heads, context, choices = numbers.shape
-    position = torch.arange(context, dtype=torch.int32, device=numbers.device)
-    bounds = (position // block * block, position + 1)  # of the query's block
+    position = torch.arange(context, device=numbers.device)
+    place = position[None] if places is None else places
+    bounds = ((position - place % block).int()[:, None], position.int() + 1)  # of the query's block
     parts = [Part(None, None, *(bound.expand(batch, heads, context) for bound in bounds))]
+    start = (position - place)[:, None]
     for choice in range(choices):
-        codes = (numbers[..., choice].long() * context + position).sort(-1).values  # queries without a choice are first
-        number = codes.div(context, rounding_mode="floor")
-        low = (number * block).clamp_min(0)
-        high = (number + 1) * block
-        parts.append(Part((codes - number * context).int(), None, low.int(), high.int()))
+        number = numbers[..., choice].long()
+        first = (number * block + start).where(number >= 0, -block)  # of the chosen block
+        codes = (first * context + position).sort(-1).values  # queries without a choice are first
+        first = codes.div(context, rounding_mode="floor")
+        parts.append(Part((codes - first * context).int(), None, first.clamp_min(0).int(), (first + block).int()))
     return Selection(tuple(parts), block)
 
 

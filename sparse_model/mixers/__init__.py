@@ -27,6 +27,7 @@ from longstride.sparse_model.mixers.lsh import LshConfig
 from longstride.sparse_model.mixers.match import MatchConfig
 from longstride.sparse_model.mixers.memories.compressed import CompressedConfig
 from longstride.sparse_model.mixers.memories.compressive import CompressiveConfig
+from longstride.sparse_model.mixers.memories.nsa import NsaConfig
 from longstride.sparse_model.mixers.memories.transformer_xl import TransformerXLConfig
 from longstride.sparse_model.mixers.moba import MobaConfig
 from longstride.sparse_model.mixers.recurrences.delta import DeltaConfig
@@ -49,6 +50,7 @@ MIXERS: dict[str, type[StrictModel]] = {
     "match": MatchConfig,
     "moba": MobaConfig,
     "recurrent": RecurrentConfig,
+    "nsa": NsaConfig,
     "routing": RoutingConfig,
     "synthesizer": SynthesizerConfig,
     "transformer_xl": TransformerXLConfig,

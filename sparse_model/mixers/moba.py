@@ -76,10 +76,7 @@ class BlockAttention(Attention):
 
     def num_pairs(self, positions: int) -> int:
         """Count the pairs, which do not depend on the choice: a query with fewer earlier blocks reads all of them."""
-        sizes = [min(self.block, positions - first) for first in range(0, positions, self.block)]
-        before = (min(number, self.top - 1) * self.block for number in range(len(sizes)))
-        pairs = sum(size * (size + 1) // 2 + size * earlier for size, earlier in zip(sizes, before, strict=True))
-        return self.heads * pairs
+        return self.heads * pairs_of_head(positions, self.block, self.top)
 
     def work(self, positions: int, batch: int) -> Work:
         blocks = sum(position // self.block for position in range(0, positions, self.block)) * self.block
@@ -151,11 +148,23 @@ def best(q: Tensor, means: Tensor, count: int, later: Tensor | None = None) -> T
         scores = (rows @ means.mT).view(*q.shape[:3], means.shape[2]).clamp_(min=torch.finfo(means.dtype).min)
     if later is not None:
         scores.masked_fill_(later, -torch.inf)
-    blocks = [torch.empty((*scores.shape[:-1], 0), dtype=torch.int64, device=scores.device)]
+    return highest(scores, count)
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the ``count`` highest scores (…, C), the first of equal ones; overwrites the scores."""
+    places = [torch.empty((*scores.shape[:-1], 0), dtype=torch.int64, device=scores.device)]
     for _ in range(count):  # argmax takes the first of equal scores; a stable sort takes four times as long for three
-        blocks.append(scores.argmax(-1, keepdim=True))
-        scores.scatter_(-1, blocks[-1], -torch.inf)
-    return torch.cat(blocks, -1)
+        places.append(scores.argmax(-1, keepdim=True))
+        scores.scatter_(-1, places[-1], -torch.inf)
+    return torch.cat(places, -1)
+
+
+def pairs_of_head(positions: int, block: int, top: int) -> int:
+    """Count the pairs of one head whose queries read their block and at most ``top`` - 1 blocks before it."""
+    sizes = [min(block, positions - first) for first in range(0, positions, block)]
+    before = (min(number, top - 1) * block for number in range(len(sizes)))
+    return sum(size * (size + 1) // 2 + size * earlier for size, earlier in zip(sizes, before, strict=True))
 
 
 def choices(q: Tensor, means: Tensor, block: int, top: int) -> Tensor:

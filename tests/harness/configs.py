@@ -154,6 +154,20 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "compressed", "block": 6, "distance": 2, "summary": "mlp", "key_value_heads": 2},
         ],
     },
+    "native sparse attention": {
+        "layers": 2,
+        "convolution": 3,
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "query_key_ratio": 0.5,
+        "attention": [
+            {"type": "nsa", "block": 4, "distance": 2, "selected_block": 4, "selected": 5, "window": 3},
+            {
+                "type": "nsa", "block": 2, "distance": 2, "selected_block": 6, "selected": 4, "window": 7,
+                "key_value_heads": 2,
+            },
+        ],
+    },
     "matches": {
         "layers": 3,
         "vocabulary": 3,

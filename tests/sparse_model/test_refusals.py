@@ -76,6 +76,15 @@ CASES: list[Case] = [
     ]),
     ({"attention": {"type": "recurrent"}, "query_key_norm": True}, f"query_key_norm: {NO_ATTENTION}"),
     ({"attention": {"type": "recurrent"}, "convolution": 3}, "attention: recurrent does not apply model.convolution"),
+    *of("attention", "nsa", [
+        ({"block": 5, "selected_block": 8}, "distance=2: must divide block=5; nearest 1"),
+        ({"selected_block": 7}, "distance=2: must divide selected_block=7; nearest 1"),
+        ({"selected_block": 2}, "selected_block=2: must be from block=4 to context 40"),
+        ({"selected_block": 42}, "selected_block=42: must be from block=4 to context 40"),
+        ({"selected": 6}, "selected=6: context 40 has 5 blocks; take at most 5"),
+        ({"selected": 2}, "selected=2: must be greater than or equal to 3"),
+        ({"key_value_heads": 3}, f"key_value_heads=3: {DIVIDES} 2"),
+    ], block=4, distance=2, selected_block=8, selected=4, window=5),
     *of("attention", "routing", [
         ({"decay": 1.0}, "decay=1.0: must be less than 1"),
         ({"keys": "rooted"}, 'keys="rooted": must be '),

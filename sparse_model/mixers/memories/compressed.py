@@ -49,7 +49,7 @@ class CompressedConfig(AttentionConfig, StrictModel):
 
     def check(self, network: NetworkConfig, context: int) -> None:
         super().check(network, context)
-        check_blocks(self.block, self.distance or self.block, network)
+        check_blocks(self.type, self.block, self.distance or self.block, network)
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         return ()
@@ -58,10 +58,10 @@ class CompressedConfig(AttentionConfig, StrictModel):
         return CompressedAttention(network, self, rotary)
 
 
-def check_blocks(block: int, distance: int, network: NetworkConfig) -> None:
+def check_blocks(kind: str, block: int, distance: int, network: NetworkConfig) -> None:
     """Raise ConfigError if blocks of these sizes do not fit the network."""
     if network.backend == "flex":
-        raise ConfigError.at("type", "compressed", NOT_FLEX)
+        raise ConfigError.at("type", kind, NOT_FLEX)
     if block > network.context:
         raise ConfigError.at("block", block, f"must be at most context {network.context}")
     if block % distance:
@@ -79,7 +79,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, positions: int, block: int, distance: int, places: Tensor | None, device: torch.device) -> Grid:
-        """Lay blocks of l positions at distance d, from the start of each document on."""
+        """Place blocks of l positions at distance d, from the start of each document on."""
         position = torch.arange(positions, device=device)[None]
         if places is None:
             ends = torch.arange(block - 1, max(positions, block - 1), distance, device=device)[None]
@@ -92,6 +92,11 @@ class Grid(NamedTuple):
         ends = torch.zeros(len(places), count + 1, dtype=torch.int64, device=device)
         ends.scatter_(1, (high - 1).where(is_end, count), position.expand(places.shape))
         return cls(ends[:, :count], low, high, places)
+
+    def of_queries(self, some: slice) -> Grid:
+        """Return what some of the queries read."""
+        places = None if self.places is None else self.places[:, some]
+        return Grid(self.ends, self.low[:, some], self.high[:, some], places)
 
     def blocks(self, rows: Tensor, block: int, distance: int) -> Tensor:
         """Return the rows of each block, (B, M, l, K, D), of rows (B, N, K, D)."""
@@ -108,14 +113,11 @@ class Grid(NamedTuple):
         """Return what each query reads among the blocks; with ``null``, behind a row that all queries read."""
         low, high = (x.int()[:, None].expand(batch, heads, -1) for x in (self.low, self.high))
         span = max(1, self.ends.shape[1] + null)
-        if not null:
-            return Selection((SelectionPart(None, None, low, high),), span)
-        if self.places is None:
-            return Selection((SelectionPart(None, None, low, high + 1),), span)
+        if not null or self.places is None:
+            return Selection((SelectionPart(None, None, low, high + null),), span)
         zeros = torch.zeros_like(low)
-        return Selection(
-            (SelectionPart(None, None, zeros, zeros + 1), SelectionPart(None, None, low + 1, high + 1)), span
-        )
+        bounds = (zeros, zeros + 1), (low + 1, high + 1)
+        return Selection(tuple(SelectionPart(None, None, *both) for both in bounds), span)
 
 
 class Summary(Part):
@@ -275,11 +277,11 @@ class CompressedAttention(Attention):
 
     def attend_in(self, context: BlockContext, q: Tensor, k: Tensor, v: Tensor, heads: slice) -> MixerOutput:
         grid = self.compression.grid(q.shape[2], context.places, q.device)
-        keys, values = self.null(*self.compression(k, v, grid))
-        return MixerOutput(attend_blocks(q, keys, values, grid.selection(len(q), q.shape[1], null=True), self.backend))
+        summaries = self.null(*self.compression(k, v, grid))
+        return MixerOutput(attend_blocks(q, summaries, grid.selection(len(q), q.shape[1], null=True), self.backend))
 
     def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int) -> RowCache:
-        cache = CompressedCache(self, batch, length, device, dtype, back)
+        cache = SummaryCache(self.compression, self.null, self.network, batch, length, device, dtype, back)
         if self.convolution is not None:
             cache.recent = self.convolution.new_state(batch, length, device, back)
         return cache
@@ -292,13 +294,13 @@ class CompressedAttention(Attention):
 
     def allowed(self, q: Tensor, k: Tensor, head: int) -> Callable[[Tensor], Tensor]:
         position, step = torch.arange(k.shape[2], device=k.device), self.compression
-        return lambda queries: position < (step_end(queries, step))[:, None]
+        return lambda queries: position < positions_covered(queries[:, None], step)
 
     weights = Mixer.weights  # of positions there are none: it weighs summaries
 
 
-def step_end(queries: Tensor, compression: Compression) -> Tensor:
-    """Return how many positions the summaries cover that queries (P,) read."""
+def positions_covered(queries: Tensor, compression: Compression) -> Tensor:
+    """Return the position after the last one that is summarised for each query, an integer tensor of any shape."""
     block, distance = compression.block, compression.distance
     last = (queries + 1 - block).div(distance, rounding_mode="floor") * distance + block
     return last.where(queries + 1 >= block, 0)
@@ -316,10 +318,10 @@ def split_heads(attention: Attention, rows: Tensor, channels: int, places: Tenso
     return [part.unflatten(-1, (heads, -1)).transpose(1, 2) for part, heads in parts]
 
 
-def attend_blocks(q: Tensor, keys: Tensor, values: Tensor, selection: Selection, backend: str) -> Tensor:
-    """Attend from q (B, H, N, D) to summaries (B, K, M, ·), M at most N."""
+def attend_blocks(q: Tensor, summaries: tuple[Tensor, Tensor], selection: Selection, backend: str) -> Tensor:
+    """Attend from q (B, H, N, D) to keys and values of summaries (B, K, M, ·), M at most N."""
     # The kernels take as many keys as queries: rows of zeros follow, which no query reads.
-    keys, values = (F.pad(x, (0, 0, 0, q.shape[2] - x.shape[2])).to(q.dtype) for x in (keys, values))
+    keys, values = (F.pad(x, (0, 0, 0, q.shape[2] - x.shape[2])).to(q.dtype) for x in summaries)
     return selected_attention(q, keys, values, selection, backend=backend)
 
 
@@ -363,46 +365,56 @@ class OpenBlocks:
             stored[:, into] = of_source[:, order]
 
 
-class CompressedCache(RowCache):
-    """The summaries of whole blocks behind the learned row, and the rows of the open block."""
+class SummaryCache(RowCache):
+    """The summaries of whole blocks, behind a learned row if there is one, and the rows of the open block."""
 
     def __init__(
         self,
-        owner: CompressedAttention,
+        compression: Compression,
+        null: Null | None,
+        network: NetworkConfig,
         batch: int,
         length: int,
         device: torch.device,
         dtype: torch.dtype,
         back: int,
     ) -> None:
-        self.owner, compression = owner, owner.compression
+        self.compression, self.null, self.backend = compression, null, network.backend
         self.open = OpenBlocks(compression, batch, length, device, dtype, back)
+        rows = max(1, self.rows_after(length))
         keys, values = (
-            torch.zeros(batch, compression.heads, 1 + compression.count(length), width, device=device, dtype=dtype)
+            torch.zeros(batch, compression.heads, rows, width, device=device, dtype=dtype)
             for width in compression.widths
         )
         super().__init__(keys, values)
-        self.summaries = KeyValues(keys, values, (Dense(),) * owner.heads, owner.backend)
-        null = owner.null
-        self.summaries.write(0, null.key.detach().to(dtype), null.value.detach().to(dtype))
+        self.summaries = KeyValues(keys, values, (Dense(),) * network.heads, network.backend)
+        if null is not None:
+            self.write(0, null.key.detach().to(dtype), null.value.detach().to(dtype))
+
+    def rows_after(self, positions: int) -> int:
+        """Count the rows that a query reads after some positions."""
+        return self.compression.count(positions) + (self.null is not None)
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.open.begin(k, v)
-        grid = self.owner.compression.grid(q.shape[2], None, q.device)
-        keys, values = self.owner.null(*self.owner.compression(k, v, grid))
+        grid = self.compression.grid(q.shape[2], None, q.device)
+        keys, values = self.compression(k, v, grid)
+        if self.null is not None:
+            keys, values = self.null(keys, values)
         self.write(slice(keys.shape[2]), keys, values)
-        selection = grid.selection(len(q), q.shape[1], null=True)
-        return attend_blocks(q, keys, values, selection, self.owner.backend)
+        selection = grid.selection(len(q), q.shape[1], null=self.null is not None)
+        return attend_blocks(q, (keys, values), selection, self.backend)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
         ended = self.open.step(k, v, position)
-        last = self.owner.compression.count(position + 1)
+        last = self.rows_after(position + 1) - 1
+        if last < 0:
+            return q.new_zeros(*q.shape[:2], self.values.shape[3])
         key, value = ended or (self.keys[:, :, last], self.values[:, :, last])
         return self.summaries.step(q, key, value, last)
 
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
         self.open.take(source.open, order, into)
-        count = 1 + self.owner.compression.count(length)
-        self.summaries.take(source.summaries, order, count, into)
+        self.summaries.take(source.summaries, order, self.rows_after(length), into)
         if self.recent is not None:
             self.recent.take(source.recent, order, length, into)

@@ -90,6 +90,8 @@ BY_CONTENT: tuple[dict[str, Any], ...] = (
     {"type": "match", "window": 8, "order": 2, "matches": 4},
     {"type": "moba", "block": 8, "top": 3},
     {"type": "recurrent", "width": 24},
+    {"type": "compressed", "block": 4, "distance": 2},
+    {"type": "nsa", "block": 4, "distance": 2, "selected_block": 8, "selected": 4, "window": 8},
     {"type": "adaptive_span", "ramp": 4, "penalty": 0.001, "initial": 5.5},
     {"type": "entmax", "pattern": {"type": "local", "window": 9}},
     {"type": "transformer_xl", "memory": 0, "window": 9},
