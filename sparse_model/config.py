@@ -31,6 +31,7 @@ from longstride.sparse_model.part import Ability, FeedForwardConfig, MixerConfig
 from longstride.sparse_model.strict import StrictModel
 
 OF_MIXERS = ("convolution", "documents", "keys")  # abilities that feed-forwards do not need
+OF_ATTENTION: tuple[Ability, ...] = ("output_gate",)  # abilities that only mixers with queries need
 MOST_ORDER = 1 << 10  # tokens that an n-gram has
 MOST_ROWS = (1 << 31) - 1  # of all n-gram tables: their numbers fit in 32 bits
 
@@ -191,6 +192,9 @@ class ModelConfig(NetworkConfig):
             yield from () if self.objective.in_order else self._out_of_order()
         if self.convolution is not None and not wrong_parts:
             yield from self._lacking("convolution", "does not apply model.convolution; set it to null")
+        for option in OF_ATTENTION:
+            if getattr(self, option) and not wrong_parts:
+                yield from self._lacking(option, f"does not apply model.{option}; set it to false")
         if self.reversible and not wrong_parts:
             yield from self._lacking(
                 "reversible", "cannot be computed again from its outputs; set model.reversible to false"
@@ -288,7 +292,9 @@ class ModelConfig(NetworkConfig):
         """Yield a problem for each type of part that lacks an ability."""
         mixers: list[PartConfig] = [block.mixer for block in self.blocks() if block.mixer is not None]
         others: list[PartConfig] = [block.feed_forward for block in self.blocks() if block.feed_forward is not None]
-        by_path = {"attention": mixers, "feed_forward": [] if ability in OF_MIXERS else others}
+        if ability in OF_ATTENTION:
+            mixers = [block.mixer for block in self.blocks() if block.mixer is not None and block.mixer.has_queries]
+        by_path = {"attention": mixers, "feed_forward": [] if ability in (*OF_MIXERS, *OF_ATTENTION) else others}
         for path, parts in by_path.items():
             for kind in dict.fromkeys(part.type for part in parts if ability not in part.supports):
                 yield Problem(path, f"{kind} {rule}")

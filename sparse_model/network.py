@@ -141,6 +141,10 @@ class NetworkConfig(StrictModel):
         description="positions of a causal convolution per channel before attention, added to its input; "
         "weights begin at 0 (So et al. 2021); null: none",
     )
+    output_gate: bool = Field(
+        default=False,
+        description="multiply what each head gives by sigmoid(W x), channel by channel (Qiu et al. 2025)",
+    )
     reversible: bool = Field(
         default=False,
         description="reversible blocks: the backward pass recomputes inputs, so memory does not grow with depth",
@@ -158,6 +162,7 @@ class NetworkConfig(StrictModel):
         "relative_bias",
         "query_key_norm",
         "convolution",
+        "output_gate",
         "reversible",
     )
 

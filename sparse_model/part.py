@@ -32,7 +32,7 @@ from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 
-Ability = Literal["convolution", "documents", "keys", "padding", "reversible", "sections"]
+Ability = Literal["convolution", "documents", "keys", "output_gate", "padding", "reversible", "sections"]
 
 
 class BlockContext(NamedTuple):
@@ -302,6 +302,7 @@ class PartConfig(ABC):
 
     - "convolution" (mixers): applies ``network.convolution``, a short convolution before it.
     - "documents" (mixers): respects ``context.places``, and reads what ``selection_of`` gives.
+    - "output_gate" (mixers with queries): applies ``network.output_gate``.
     - "padding": excludes what ``context.real`` marks as padding from averages, statistics and capacities.
     - "reversible": gives the same output for the same rows again; it stores nothing of a forward pass on the module.
     - "sections": respects ``division``: it computes its section of contexts that several processes share.

@@ -80,8 +80,8 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
     if any(mixer.has_queries for mixer in cycle[: network.layers]):
         return cycle
     rule = "only applies to attention, and no layer uses attention; remove it or add an attention layer"
-    options = {"rotary": network.rotary, "query_key_norm": network.query_key_norm}
-    problems = [Problem(name, rule) for name, value in options.items() if value]
+    options = "rotary", "query_key_norm", "output_gate"
+    problems = [Problem(name, rule) for name in options if getattr(network, name)]
     if network.query_key_ratio != 1:
         problems.append(Problem("query_key_ratio", rule, network.query_key_ratio))
     if problems:

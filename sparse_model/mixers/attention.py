@@ -44,7 +44,7 @@ KeyValueHeads = Annotated[Annotated[int, POSITIVE] | None, Field(description=KEY
 class AttentionConfig(MixerConfig):
     """The configuration of a mixer with queries and keys. It may have a field ``key_value_heads``."""
 
-    supports: ClassVar = frozenset({"convolution", "padding", "reversible", "sections"})
+    supports: ClassVar = frozenset({"convolution", "output_gate", "padding", "reversible", "sections"})
 
     has_queries = True
 
@@ -93,7 +93,8 @@ class Attention(Mixer):
     """Projects to heads, attends over each head's pattern, and projects back (section 5.2).
 
     Optionally a convolution over positions comes first, and queries and keys are normalised (Henry et al. 2020;
-    Dehghani et al. 2023: a root mean square of 1, without weights) and rotated by their positions.
+    Dehghani et al. 2023: a root mean square of 1, without weights) and rotated by their positions. Gates
+    (``network.output_gate``) may come before the projection.
 
     Subclasses may override ``attend`` or ``attend_in``, ``new_cache``, ``num_pairs``, ``allowed``, ``weigh`` and
     ``compared``.
@@ -132,6 +133,7 @@ class Attention(Mixer):
         self.convolution = CausalConvolution(network.convolution, network.width) if network.convolution else None
         self.query_key_value = self.linear(network.width, sum(self.widths))
         self.projection = self.linear(network.width, network.width)
+        self.output_gate = nn.Linear(network.width, network.width, bias=network.bias) if network.output_gate else None
         self.stacked_rows = {"query_key_value": tuple(width for width in self.widths if width)}
 
     def linear(self, inputs: int, outputs: int) -> nn.Linear:
@@ -141,6 +143,8 @@ class Attention(Mixer):
     def initialize(self) -> None:
         draw_linear(self.query_key_value, self.network)
         draw_linear(self.projection, self.network, into_stream=True)
+        if self.output_gate is not None:
+            draw_linear(self.output_gate, self.network)
 
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
         """Attend from each row of h (B, N, C); with a state, to the cached positions too."""
@@ -151,11 +155,11 @@ class Attention(Mixer):
         rows = self.query_key_value(h)
         if state is not None and h.shape[1] == 1:
             q, k, v = self.heads_of_row(rows, first)
-            return MixerOutput(self.projection(state.step(q, k, v, first).view(h.shape)))
+            return MixerOutput(self._project(state.step(q, k, v, first).view(h.shape), h))
         if state is not None:
             q, k, v = self.heads_of(rows, slice(first, first + h.shape[1]))
             out = state.extend(q, k, v, first) if first else state.begin(q, k, v)
-            return MixerOutput(self.projection(out.transpose(1, 2).flatten(2)))
+            return MixerOutput(self._project(out.transpose(1, 2).flatten(2), h))
         division = self.division
         places: Tensor | slice = division.positions(h.shape[1])
         if context.places is not None:
@@ -173,7 +177,17 @@ class Attention(Mixer):
             output = MixerOutput(section_attention(q, k, v, self.patterns, division, self.backend))
         else:
             output = self._by_heads(q, k, v, context)
-        return output._replace(rows=self.projection(output.rows.transpose(1, 2).flatten(2)))
+        return output._replace(rows=self._project(output.rows.transpose(1, 2).flatten(2), h))
+
+    def _project(self, joined: Tensor, h: Tensor) -> Tensor:
+        """Gate what all heads give (B, n, C) by their rows h (B, n, C), if the network has gates, and project it.
+
+        By the gate a query can give less than its keys' values, although its weights sum to 1 (Qiu et al. 2025).
+        """
+        if self.output_gate is not None:
+            joined = joined * self.output_gate(h).sigmoid()
+        rows: Tensor = self.projection(joined)
+        return rows
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, context: BlockContext) -> MixerOutput:
         """Swap sections for heads, attend over whole contexts, and swap back.
@@ -310,6 +324,7 @@ class Attention(Mixer):
         """Count the pairs that the heads read, the projections and the convolution."""
         pairs = self.num_pairs(positions)
         weights = self.query_key_value.weight.numel() + self.projection.weight.numel()
+        weights += 0 if self.output_gate is None else self.output_gate.weight.numel()
         scores = 2 * pairs * self.network.query_key_width // self.heads
         work = Work(pairs, 2 * positions * weights, scores, 2 * pairs * self.network.width // self.heads)
         return work if self.convolution is None else work + self.convolution.work(positions, batch)

@@ -34,7 +34,7 @@ class LinformerConfig(AttentionConfig, StrictModel):
     )
     key_value_heads: KeyValueHeads = None
 
-    supports: ClassVar = frozenset({"padding", "reversible", "sections"})
+    supports: ClassVar = frozenset({"output_gate", "padding", "reversible", "sections"})
 
     def causality(self, network: NetworkConfig) -> dict[str, bool]:
         return {self.type: False}

@@ -196,6 +196,19 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "routing", "clusters": 4, "window": 5, "local": {"heads": 3, "window": 9}, "keys": "random"},
         ],
     },
+    "gated attention": {
+        "layers": 3,
+        "output_gate": True,
+        "convolution": 3,
+        "attention": [
+            {**ATTENTIONS["heads"], "key_value_heads": 2},
+            {"type": "moba", "block": 6, "top": 3},
+            {"type": "lsh", "buckets": 4, "rounds": 3, "chunk": 2},
+        ],
+    },
+    "recurrence, and attention with gates": {
+        "layers": 2, "output_gate": True, "attention": [{"type": "recurrent"}, {"type": "local", "window": 9}],
+    },
     "recurrence": {
         "layers": 3,
         "attention": [

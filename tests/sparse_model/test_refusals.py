@@ -85,6 +85,9 @@ CASES: list[Case] = [
         ({"selected": 2}, "selected=2: must be greater than or equal to 3"),
         ({"key_value_heads": 3}, f"key_value_heads=3: {DIVIDES} 2"),
     ], block=4, distance=2, selected_block=8, selected=4, window=5),
+    ({"attention": {"type": "recurrent"}, "output_gate": True}, f"output_gate: {NO_ATTENTION}"),
+    ({"attention": {"type": "synthesizer", "kind": ["dense", "attention"]}, "output_gate": True},
+     "attention: synthesizer does not apply model.output_gate; set it to false"),
     *of("attention", "routing", [
         ({"decay": 1.0}, "decay=1.0: must be less than 1"),
         ({"keys": "rooted"}, 'keys="rooted": must be '),

@@ -126,11 +126,15 @@ def test_shown_weights_make_the_rows(changes: dict[str, Any]) -> None:
         first.register_forward_hook(lambda *given, rows=rows: rows.append(given[-1]))
         mixer.projection.register_forward_pre_hook(lambda module, given, joined=joined: joined.append(given[0]))
         mixer(h, context)
+        gates = torch.ones(1, 4, 40, 16, dtype=torch.float64)
+        if model.config.output_gate:
+            gates = mixer.output_gate(h[:1] if mixer.convolution is None else mixer.convolution(h[:1])).sigmoid()
+            gates = gates.unflatten(-1, (4, -1)).transpose(1, 2)
         values = mixer.heads_of(rows[0])[0 if is_synthesizer else -1]
         values = values.repeat_interleave(4 // values.shape[1], 1)
         for head, expected in enumerate(joined[0].unflatten(-1, (4, -1)).unbind(2)):
-            weights = mixer.weights(h[:1], context)(torch.arange(40), head)
-            torch.testing.assert_close(weights @ values[0, head], expected[0], rtol=1e-10, atol=1e-10)
+            weighed = mixer.weights(h[:1], context)(torch.arange(40), head) @ values[0, head]
+            torch.testing.assert_close(gates[0, head] * weighed, expected[0], rtol=1e-10, atol=1e-10)
 
 
 class AskedWidths(TorchDispatchMode):
