@@ -217,6 +217,15 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "recurrent", "cell": "brc"},
         ],
     },
+    "delta rules": {
+        "layers": 3,
+        "bias": False,
+        "attention": [
+            {"type": "delta", "stateful": True},
+            {"type": "delta", "correction": False, "heads": 2, "convolution": 3},
+            {"type": "delta", "decay": False, "key_ratio": 0.5, "value_ratio": 1},
+        ],
+    },
     "keys and values that heads share": {
         "layers": 4,
         "rotary": {"base": 1000},

@@ -239,11 +239,11 @@ class DeltaState:
         state, position = self._before(first), first
         kept = last - len(self.rows)  # earlier rows, and the states before them, are not needed
         while position < last:
-            end = min(last, max(position + 1, kept + BLOCK) + -max(position + 1, kept + BLOCK) % BLOCK)
+            reach = max(position + 1, kept + BLOCK)
+            end = min(last, reach + -reach % BLOCK)
             if position % BLOCK == 0:
                 self.edges[position // BLOCK % len(self.edges)] = state
-            within: Any = (None if x is None else x[:, :, position - first : end - first] for x in rows)
-            part = Rows(*within)
+            part = Rows._make(None if x is None else x[:, :, position - first : end - first] for x in rows)
             out, state = delta_rule(*part, initial=state)
             outputs.append(out)
             position = end

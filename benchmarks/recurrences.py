@@ -1,0 +1,112 @@
+"""The delta rule in chunks beside attention: ``python -m benchmarks.recurrences``.
+
+Seconds are those of a forward and a backward pass in fp32, in one thread, the median of some rounds in which all take
+turns. Ratios are medians too, of the ratio in each round. Memory is the most that torch held at once during both passes
+beyond the inputs, with their gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.machine import about
+from benchmarks.report import markdown, new_parser, parse, positive, rounded, write_result
+from longstride.kernels import sparse_attention
+from longstride.kernels.patterns import Dense, Local
+from longstride.kernels.recurrences import delta_rule
+
+HEADS, WIDTH, WINDOW = 8, 64, 256
+RULE, DENSE = "gated delta rule", "dense attention"
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+OPERATIONS: dict[str, Callable[[Inputs], Tensor]] = {
+    RULE: lambda inputs: delta_rule(*inputs)[0],
+    f"window of {WINDOW}": lambda inputs: sparse_attention(*inputs[:3], Local(WINDOW)),
+    DENSE: lambda inputs: sparse_attention(*inputs[:3], Dense()),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--context", type=positive(int), default=12_288, help="positions whose passes are timed")
+    parser.add_argument("--rounds", type=positive(int), default=5)
+    lengths = [3_072, 6_144, 12_288, 24_576]
+    parser.add_argument("--contexts", type=positive(int), nargs="+", default=lengths, help="whose memory is measured")
+    options = parse(parser, arguments, "recurrences")
+    torch.set_num_threads(1)
+    result = about(torch.device("cpu")) | {"threads": 1, "context": options.context, "rounds": options.rounds}
+    result["rows"] = times(options.context, options.rounds)
+    result["memory"] = [{"context": context, "peak_bytes": peak(context)} for context in options.contexts]
+    write_result(options, result)
+    print(table(result))
+    return 0
+
+
+def inputs_of(context: int) -> Inputs:
+    """Draw queries, keys of length 1, values, logarithms of decays, and rates of correction."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, context, HEADS, WIDTH, generator=generator).transpose(2, 3)
+    decay, rate = torch.rand(2, 1, HEADS, context, generator=generator)
+    q, k, v, decay, rate = (x.detach().requires_grad_() for x in (q, F.normalize(k, dim=-1), v, -decay, rate))
+    return q, k, v, decay, rate
+
+
+def passes(name: str, inputs: Inputs) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward pass."""
+    start = time.perf_counter()
+    out = OPERATIONS[name](inputs)
+    middle = time.perf_counter()
+    out.backward(out.detach())
+    return middle - start, time.perf_counter() - middle
+
+
+def times(context: int, rounds: int) -> list[dict[str, Any]]:
+    """Time each operation once in every round, after one that is not counted."""
+    inputs = inputs_of(context)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in OPERATIONS}
+    for _ in range(rounds + 1):
+        for name, measured in seconds.items():
+            measured.append(passes(name, inputs))
+    rows = []
+    for name, measured in seconds.items():
+        pairs = zip(seconds[DENSE][1:], measured[1:], strict=True)
+        forward, backward = (rounded(statistics.median(each)) for each in zip(*measured[1:], strict=True))
+        faster = rounded(statistics.median(sum(dense) / sum(own) for dense, own in pairs))
+        rows.append({"operation": name, "forward": forward, "backward": backward, "dense_over_own": faster})
+    return rows
+
+
+def peak(context: int) -> int:
+    """Return the most bytes that both passes of the rule hold at once."""
+    inputs = inputs_of(context)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        passes(RULE, inputs)
+    changes = (event.nbytes() for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(itertools.accumulate(changes))
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format one device's result."""
+    rows = [
+        [row["operation"], f"{row['forward']:.2f}", f"{row['backward']:.2f}", f"{row['dense_over_own']:.1f}×"]
+        for row in result["rows"]
+    ]
+    memory = ", ".join(f"{row['peak_bytes'] / 2**20:,.0f} MiB of {row['context']:,}" for row in result["memory"])
+    title = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}. "
+    sizes = f"{result['context']:,} positions, {HEADS} heads of {WIDTH} in fp32:"
+    measured = markdown(["", "forward, s", "backward, s", "dense / it"], rows)
+    return f"{title}{sizes}\n\n{measured}\nMemory of the rule's two passes: {memory}.\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
