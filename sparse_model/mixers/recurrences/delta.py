@@ -84,8 +84,9 @@ class DeltaConfig(MixerConfig, StrictModel):
         return ()
 
     def head_widths(self, network: NetworkConfig) -> HeadWidths:
-        """Return no channels, as generation caches a state and nothing for each position."""
-        return HeadWidths(0, 0, in_kernels=False)
+        heads = self.heads or network.heads
+        widths = (round(ratio * network.width) // heads for ratio in (self.key_ratio, self.value_ratio))
+        return HeadWidths(*widths, in_kernels=False, kept_heads=heads)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> DeltaMixer:
         return DeltaMixer(network, self)

@@ -95,6 +95,7 @@ BY_CONTENT: tuple[dict[str, Any], ...] = (
     {"type": "adaptive_span", "ramp": 4, "penalty": 0.001, "initial": 5.5},
     {"type": "entmax", "pattern": {"type": "local", "window": 9}},
     {"type": "transformer_xl", "memory": 0, "window": 9},
+    {"type": "delta"},
 )
 
 

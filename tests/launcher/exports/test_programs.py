@@ -73,9 +73,8 @@ def test_every_system_is_traced_or_refused(name: str, tmp_path: Path) -> None:
     except ConfigError as error:
         text = json.dumps(EVERY[name])
         assert "cannot be traced for all lengths; these can: patterns, linformer, lsh, match, routing" in str(error)
-        assert any(
-            f'"type": "{kind}"' in text for kind in ("adaptive_span", "entmax", "moba", "recurrent", "synthesizer")
-        )
+        kinds = ("adaptive_span", "delta", "entmax", "moba", "recurrent", "synthesizer")
+        assert any(f'"type": "{kind}"' in text for kind in kinds)
     else:
         assert_next_logits(folder, program, *LENGTHS)
 

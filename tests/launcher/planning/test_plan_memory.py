@@ -65,8 +65,9 @@ MEMORY = ('model.attention={"type": "transformer_xl", "memory": 0, "position_cha
 RECURRENT = (
     f'model.attention=[{{"type": "recurrent", "width": 24}}, {LOCAL}, {{"type": "recurrent", "cell": "brc"}}]',
 )
+DELTA = ('model.attention={"type": "delta", "heads": 2}',)
 MIXTURES = (SANDWICH, ONE_LARGE, EXPERTS_IN_TURN)
-PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, MATCHED, MEMORY, RECURRENT, SHARED)
+PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, MATCHED, MEMORY, RECURRENT, DELTA, SHARED)
 CASES = [(name, more) for name in DTYPES for more in ((), *PARTS, *MIXTURES)]
 DEFAULT_CASES = (
     ("fp32", ()),
@@ -80,6 +81,7 @@ DEFAULT_CASES = (
     ("bf16", RECURRENT),
     ("bf16", MEMORY),
     ("bf16", SHARED),
+    ("bf16", RECURRENT),
 )
 
 
