@@ -129,11 +129,20 @@ class CachedAttention:
             ValueError: the query does not match the cache or requires a gradient, or the position is invalid, as in
                 ``attend_one``.
         """
+        return self._attend(q, position, False)[0]
+
+    def with_lse(self, q: Tensor, position: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output of one query, and the logsumexp of its scaled scores, (B, H) fp32 (fp64 for fp64)."""
+        out, lse = self._attend(q, position, True)
+        assert lse is not None
+        return out, lse
+
+    def _attend(self, q: Tensor, position: int | Tensor, return_lse: bool) -> tuple[Tensor, Tensor | None]:
         if (q.shape, q.dtype, q.device) != self._query_type or q.requires_grad:
             _check(q, self.k, self.v)
             if q.shape[1] != self.heads:
                 raise ValueError(f"q {tuple(q.shape)} must have heads={self.heads}, as the cache was created for")
-        return self._prepared(q, _checked_position(position, self.k, self.backend), False)[0]
+        return self._prepared(q, _checked_position(position, self.k, self.backend), return_lse)
 
     def forget(self) -> None:
         """Drop copies of rows. Call this after changing rows that earlier calls may have read."""

@@ -31,7 +31,7 @@ from longstride.sparse_model.part import Ability, FeedForwardConfig, MixerConfig
 from longstride.sparse_model.strict import StrictModel
 
 OF_MIXERS = ("convolution", "documents", "keys")  # abilities that feed-forwards do not need
-OF_ATTENTION: tuple[Ability, ...] = ("output_gate",)  # abilities that only mixers with queries need
+OF_ATTENTION: tuple[Ability, ...] = ("output_gate", "sinks")  # abilities that only mixers with queries need
 MOST_ORDER = 1 << 10  # tokens that an n-gram has
 MOST_ROWS = (1 << 31) - 1  # of all n-gram tables: their numbers fit in 32 bits
 

@@ -145,6 +145,10 @@ class NetworkConfig(StrictModel):
         default=False,
         description="multiply what each head gives by sigmoid(W x), channel by channel (Qiu et al. 2025)",
     )
+    sinks: bool = Field(
+        default=False,
+        description="a learned logit per head without a value, beside those of the keys; begins at 0 (gpt-oss)",
+    )
     reversible: bool = Field(
         default=False,
         description="reversible blocks: the backward pass recomputes inputs, so memory does not grow with depth",
@@ -163,6 +167,7 @@ class NetworkConfig(StrictModel):
         "query_key_norm",
         "convolution",
         "output_gate",
+        "sinks",
         "reversible",
     )
 

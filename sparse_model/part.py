@@ -32,7 +32,7 @@ from longstride.sparse_model.network import NetworkConfig
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 
-Ability = Literal["convolution", "documents", "keys", "output_gate", "padding", "reversible", "sections"]
+Ability = Literal["convolution", "documents", "keys", "output_gate", "padding", "reversible", "sections", "sinks"]
 
 
 class BlockContext(NamedTuple):
@@ -232,8 +232,8 @@ class Mixer(Part, ABC):
             context: as ``forward`` takes it, without a state.
 
         Returns:
-            A function of queries (P,) int64 and a head's number, to weights (P, N) float64. A row sums to 1, or to 0 if
-            the query has no key.
+            A function of queries (P,) int64 and a head's number, to weights (P, N) float64. A row sums to 1, or with
+            sinks to less, or to 0 if the query has no key.
 
         Raises:
             ConfigError: the mixer has no weights.
@@ -306,6 +306,7 @@ class PartConfig(ABC):
     - "padding": excludes what ``context.real`` marks as padding from averages, statistics and capacities.
     - "reversible": gives the same output for the same rows again; it stores nothing of a forward pass on the module.
     - "sections": respects ``division``: it computes its section of contexts that several processes share.
+    - "sinks" (mixers with queries): applies ``network.sinks``.
     - "keys" (mixers): can exchange keys between these processes. Others exchange heads, which must divide evenly.
     """
 

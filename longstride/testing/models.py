@@ -348,7 +348,7 @@ def keys(config: ModelConfig) -> None:
 
 
 def weights(config: ModelConfig) -> None:
-    """Check that the weights for pictures sum to 1, or to 0 without keys, and cover no later position."""
+    """Check that weights for pictures sum to 1 (with sinks less), or 0 without keys, and cover no later position."""
     model, context = awake(config), config.context
     h = torch.randn(1, context, config.width, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     queries, later = torch.arange(context), torch.ones(context, context, dtype=torch.bool).triu(1)
@@ -364,7 +364,10 @@ def weights(config: ModelConfig) -> None:
                 require(rows.shape == (context, context), f"weights {tuple(rows.shape)} of {context} positions")
                 require(not rows[later].any(), f"head {head} weighs later positions")
                 total = rows.sum(1)
-                require_close(f"sums of the weights of head {head}", total, total.round())
+                if config.sinks:
+                    require(bool(((total >= 0) & (total < 1)).all()), f"weights of head {head} sum to 1 or more")
+                else:
+                    require_close(f"sums of the weights of head {head}", total, total.round())
 
 
 MODEL_PROPERTIES: dict[str, Callable[[ModelConfig], None]] = {

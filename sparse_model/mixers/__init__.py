@@ -80,7 +80,7 @@ def mixers_from_json(value: Any, network: NetworkConfig) -> tuple[MixerConfig, .
     if any(mixer.has_queries for mixer in cycle[: network.layers]):
         return cycle
     rule = "only applies to attention, and no layer uses attention; remove it or add an attention layer"
-    options = "rotary", "query_key_norm", "output_gate"
+    options = "rotary", "query_key_norm", "output_gate", "sinks"
     problems = [Problem(name, rule) for name in options if getattr(network, name)]
     if network.query_key_ratio != 1:
         problems.append(Problem("query_key_ratio", rule, network.query_key_ratio))

@@ -19,7 +19,7 @@ from longstride.kernels import ConfigError, empty_cache, num_pairs, selected_att
 from longstride.kernels.patterns import Column, Dense, Local, Pattern, declares_causal, pattern_to_json
 from longstride.kernels.selections import selection_mask
 from longstride.sparse_model.division import Division, Traffic
-from longstride.sparse_model.mixers.cache import KeyValues, RowCache
+from longstride.sparse_model.mixers.cache import KeyValues, RowCache, with_sinks
 from longstride.sparse_model.mixers.convolution import CausalConvolution
 from longstride.sparse_model.mixers.sections import section_attention
 from longstride.sparse_model.network import POSITIVE, NetworkConfig, nearest_divisor
@@ -66,7 +66,7 @@ class HeadPatterns(AttentionConfig):
     patterns: tuple[Pattern, ...]
     key_value_heads: int | None = None
     type: str = field(default="patterns", init=False)
-    supports: ClassVar = AttentionConfig.supports | {"documents", "keys"}
+    supports: ClassVar = AttentionConfig.supports | {"documents", "keys", "sinks"}
 
     def check(self, network: NetworkConfig, context: int) -> None:
         super().check(network, context)
@@ -94,7 +94,8 @@ class Attention(Mixer):
 
     Optionally a convolution over positions comes first, and queries and keys are normalised (Henry et al. 2020;
     Dehghani et al. 2023: a root mean square of 1, without weights) and rotated by their positions. Gates
-    (``network.output_gate``) may come before the projection.
+    (``network.output_gate``) may come before the projection. A sink (``network.sinks``) is a learned logit of each head
+    without a value, which takes weight from the keys (OpenAI 2025, gpt-oss).
 
     Subclasses may override ``attend`` or ``attend_in``, ``new_cache``, ``num_pairs``, ``allowed``, ``weigh`` and
     ``compared``.
@@ -134,6 +135,7 @@ class Attention(Mixer):
         self.query_key_value = self.linear(network.width, sum(self.widths))
         self.projection = self.linear(network.width, network.width)
         self.output_gate = nn.Linear(network.width, network.width, bias=network.bias) if network.output_gate else None
+        self.sinks = nn.Parameter(torch.empty(network.heads)) if network.sinks else None
         self.stacked_rows = {"query_key_value": tuple(width for width in self.widths if width)}
 
     def linear(self, inputs: int, outputs: int) -> nn.Linear:
@@ -145,6 +147,8 @@ class Attention(Mixer):
         draw_linear(self.projection, self.network, into_stream=True)
         if self.output_gate is not None:
             draw_linear(self.output_gate, self.network)
+        if self.sinks is not None:  # as one more key with a score of 0
+            nn.init.zeros_(self.sinks)
 
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
         """Attend from each row of h (B, N, C); with a state, to the cached positions too."""
@@ -172,9 +176,9 @@ class Attention(Mixer):
             exchange = self.traffic(division, h.shape[1] * division.size, context.selection is not None).exchange
         if columns:
             patterns = [_within_columns(pattern, division.size)[1] for pattern in self.patterns]
-            output = MixerOutput(sparse_attention(q, k, v, patterns, backend=self.backend))
+            output = MixerOutput(self._attend_by(sparse_attention, q, k, v, patterns))
         elif exchange == "keys":
-            output = MixerOutput(section_attention(q, k, v, self.patterns, division, self.backend))
+            output = MixerOutput(section_attention(q, k, v, self.patterns, division, self.backend, self.sinks))
         else:
             output = self._by_heads(q, k, v, context)
         return output._replace(rows=self._project(output.rows.transpose(1, 2).flatten(2), h))
@@ -207,7 +211,15 @@ class Attention(Mixer):
         if context.selection is None:
             return self.attend(q, k, v, heads, context.real)
         selection = context.selection if self.division.size == 1 else context.selection.of_heads(heads)
-        return MixerOutput(selected_attention(q, k, v, selection, backend=self.backend))
+        return MixerOutput(self._attend_by(selected_attention, q, k, v, selection, heads))
+
+    def _attend_by(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, reads: Any, heads: slice = ALL_HEADS) -> Tensor:
+        """Call an attention of the kernels for some heads, and apply their sinks, if any."""
+        if self.sinks is None:
+            out: Tensor = attend(q, k, v, reads, backend=self.backend)
+            return out
+        out, lse = attend(q, k, v, reads, backend=self.backend, return_lse=True)
+        return with_sinks(out, lse, self.sinks[heads])
 
     @property
     def copies(self) -> int:
@@ -247,12 +259,13 @@ class Attention(Mixer):
         With sequence parallelism these are only some ``heads``. ``real`` (B, N) bool is False where a row is padding,
         which is excluded from statistics and averages; None: all are real.
         """
-        return MixerOutput(sparse_attention(q, k, v, self.patterns[heads], backend=self.backend))
+        return MixerOutput(self._attend_by(sparse_attention, q, k, v, self.patterns[heads], heads))
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> RowCache:
         """Make an empty cache of keys and values with room for ``length`` positions."""
         keys, values = self.empty_rows(batch, length, device, dtype)
-        return KeyValues(keys, values, self.patterns, self.backend)
+        sinks = None if self.sinks is None else self.sinks.detach()
+        return KeyValues(keys, values, self.patterns, self.backend, sinks=sinks)
 
     def empty_rows(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Allocate keys (B, K, length, D) and values (B, K, length, Dv) in the memory order that suits the patterns."""
@@ -287,7 +300,10 @@ class Attention(Mixer):
 
     def weigh(self, scores: Tensor, queries: Tensor, head: int) -> Tensor:
         """Turn scores (P, N) of queries (P,), -inf for keys that are not read, into weights; undefined without keys."""
-        return torch.softmax(scores, -1)
+        if self.sinks is None:
+            return torch.softmax(scores, -1)
+        sink = self.sinks[head].to(scores.dtype).expand(len(scores), 1)
+        return torch.softmax(torch.cat([scores, sink], 1), -1)[:, :-1]
 
     def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries (B, H, N, D) and keys (B, K, N, D) whose products are the scores."""

@@ -79,6 +79,7 @@ class KeyValues(RowCache):
         patterns: Sequence[Pattern],
         backend: str = "auto",
         scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -87,30 +88,33 @@ class KeyValues(RowCache):
             patterns: one for each head of queries.
             backend: of attention. For "flex", which has no single queries, those run on "auto".
             scale: factor of the scores; None: 1/sqrt(D).
+            sinks: (H,), see ``with_sinks``; None: none.
 
         Raises:
             ConfigError: the backend cannot run here.
         """
         super().__init__(keys, values)
-        self.patterns, self.backend, self.scale = patterns, backend, scale
+        self.patterns, self.backend, self.scale, self.sinks = patterns, backend, scale, sinks
         self._key_rows, self._value_rows = (x.permute(2, 0, 1, 3) for x in (keys, values))
         single = "auto" if backend == "flex" else backend
         self._attend_one = CachedAttention(keys, values, patterns, heads=len(patterns), scale=scale, backend=single)
 
     def __reduce__(self) -> tuple[type[KeyValues], tuple[Any, ...], dict[str, Any]]:
         """Give a copy its own memory and views of it."""
-        arguments = self.keys, self.values, self.patterns, self.backend, self.scale
+        arguments = self.keys, self.values, self.patterns, self.backend, self.scale, self.sinks
         return KeyValues, arguments, {"recent": self.recent}
 
     def begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.write(slice(q.shape[2]), k, v)
         self._attend_one.forget()
-        return sparse_attention(q, k, v, self.patterns, scale=self.scale, backend=self.backend)
+        return self._attend(q, k, v)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
         self._key_rows[position] = k
         self._value_rows[position] = v
-        return self._attend_one(q, position)
+        if self.sinks is None:
+            return self._attend_one(q, position)
+        return with_sinks(*self._attend_one.with_lse(q, position), self.sinks)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
         """Write n rows from position ``first`` on, and return their outputs: many at once, few by steps."""
@@ -120,13 +124,31 @@ class KeyValues(RowCache):
         self.write(slice(first, last), k, v)
         self._attend_one.forget()
         keys, values = self.keys[:, :, :last], self.values[:, :, :last]
-        return sparse_attention(
-            q, keys, values, self.patterns, scale=self.scale, backend=self.backend, first_query=first
-        )
+        return self._attend(q, keys, values, first)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, first: int | None = None) -> Tensor:
+        """Attend from queries (B, H, n, D), of which the first is at position ``first``."""
+        options: Any = {"scale": self.scale, "backend": self.backend, "first_query": first}
+        if self.sinks is None:
+            return sparse_attention(q, keys, values, self.patterns, **options)
+        out, lse = sparse_attention(q, keys, values, self.patterns, **options, return_lse=True)
+        return with_sinks(out, lse, self.sinks)
 
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
         super().take(source, order, length, into)
         self._attend_one.forget()
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the output of a softmax with one more logit for each head, its sink, which has no value.
+
+    Args:
+        out: (B, H, …, Dv), without sinks.
+        lse: (B, H, …), the logsumexp of the scores.
+        sinks: (H,).
+    """
+    by_head = sinks.to(lse.dtype).view(-1, *(1 for _ in lse.shape[2:]))
+    return (out * (lse - by_head).sigmoid()[..., None]).to(out.dtype)
 
 
 class RecentMembers:

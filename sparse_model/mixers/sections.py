@@ -23,7 +23,13 @@ from longstride.sparse_model.division import Division
 
 
 def section_attention(
-    q: Tensor, k: Tensor, v: Tensor, patterns: tuple[Pattern, ...], division: Division, backend: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    patterns: tuple[Pattern, ...],
+    division: Division,
+    backend: str,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from the queries of this process's section; all processes that share the context must call it.
 
@@ -33,6 +39,7 @@ def section_attention(
         patterns: of each head, over whole contexts.
         division: of the contexts.
         backend: as for ``sparse_attention``.
+        sinks: (H,), a logit without a value for each head; None: none.
 
     Returns:
         (B, H, n, Dv).
@@ -48,12 +55,15 @@ def section_attention(
         out, lse = sparse_attention(q, k, v, patterns, backend=backend, return_lse=True)
     else:
         out, lse = selected_attention(q, k, v, reads.own.of_batch(len(q)), backend=backend, return_lse=True)
+    parts, of_parts = [out, lse], [slice(0, rows)]
+    if sinks is not None:  # one more part, whose values are 0
+        parts += torch.zeros_like(out), sinks.to(lse.dtype)[:, None].expand_as(lse)
+        of_parts.append(slice(0, rows))
     if not reads.pieces:
-        return out
+        return out if sinks is None else _merge(of_parts, parts)
     # A single gather, so that the gradient of ``received`` is computed once.
     by_piece = received.index_select(0, reads.keys)
     del received  # frees memory: up to all keys and values of a context
-    parts = [out, lse]
     counts = [key_heads * piece.count for piece in reads.pieces]
     for piece, run, of_piece in zip(reads.pieces, queries, by_piece.split(counts), strict=True):
         both = of_piece.unflatten(0, (key_heads, piece.count)).movedim(2, 0)  # (B, K, M, D + Dv)
@@ -61,7 +71,11 @@ def section_attention(
         run, keys, values = (_padded(x, piece.length) for x in (run, keys, values))
         selection = piece.selection.of_batch(len(q))
         parts += selected_attention(run, keys, values, selection, backend=backend, return_lse=True)
-    merged: Tensor = _Merged.apply([slice(0, rows), *places], *parts)
+    return _merge([*of_parts, *places], parts)
+
+
+def _merge(places: list[slice], parts: list[Tensor]) -> Tensor:
+    merged: Tensor = _Merged.apply(places, *parts)
     return merged
 
 

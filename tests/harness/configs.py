@@ -206,6 +206,17 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "lsh", "buckets": 4, "rounds": 3, "chunk": 2},
         ],
     },
+    "sinks": {
+        "layers": 3,
+        "sinks": True,
+        "query_key_norm": True,
+        "convolution": 3,
+        "attention": [
+            {**ATTENTIONS["heads"], "key_value_heads": 2},
+            {"type": "fixed", "stride": 8, "summary": 2, "num_summaries": 2},
+            {"type": "column", "stride": 8},
+        ],
+    },
     "recurrence, and attention with gates": {
         "layers": 2, "output_gate": True, "attention": [{"type": "recurrent"}, {"type": "local", "window": 9}],
     },

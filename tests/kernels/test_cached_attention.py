@@ -147,3 +147,13 @@ class Interrupted(TorchDispatchMode):
             assert torch.get_num_threads() == 1
             raise KeyboardInterrupt
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_the_logsumexp_of_a_cached_query(backend: str) -> None:
+    inputs = make_inputs(Shape(2, 2, 24, 8, 8), torch.float64, seed=1)
+    expected = sparse_attention(*inputs[:3], Strided(4), backend="reference", return_lse=True)
+    attend = CachedAttention(inputs.k, inputs.v, Strided(4), backend=backend)
+    for position in (0, 5, 23):
+        for result, rows in zip(attend.with_lse(inputs.q[:, :, position], position), expected, strict=True):
+            torch.testing.assert_close(result, rows[:, :, position], rtol=1e-12, atol=1e-12)

@@ -60,6 +60,30 @@ def test_gates_multiply_what_heads_give(length: int) -> None:
     assert_equal_results(mixer(x).rows, expected, tensors)
 
 
+@pytest.mark.parametrize("length", [1, 7, CONTEXT])
+def test_sinks_are_logits_without_values(length: int) -> None:
+    mixer = attention_of(sinks=True)
+    x = torch.randn(2, length, WIDTH, dtype=torch.float64, requires_grad=True)
+    scores, values = scores_of(mixer, x)
+    sinks = mixer.sinks[:, None, None].expand(2, -1, length, 1)
+    weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    expected = mixer.projection((weights @ values).transpose(1, 2).flatten(2))
+    tensors = [x, mixer.sinks, mixer.projection.weight, mixer.query_key_value.weight]
+    assert_equal_results(mixer(x).rows, expected, tensors)
+    for head in range(HEADS):  # what `show attention` draws
+        shown = mixer.weights(x[:1].detach())(torch.arange(length), head)
+        torch.testing.assert_close(shown, weights[0, head], rtol=1e-12, atol=1e-12)
+
+
+def test_sinks_begin_at_zero_and_have_a_number_for_each_head() -> None:
+    plain, sunk = (SparseTransformer(small(sinks=sinks)) for sinks in (False, True))
+    values = sunk.state_dict()
+    added = {name: values[name] for name in values if name not in plain.state_dict()}
+    assert set(added) == {f"blocks.{block}.attention.sinks" for block in range(3)}
+    assert all(value.shape == (4,) and not value.any() for value in added.values())
+    assert "sinks" not in plain.config.model_dump(mode="json")
+
+
 def test_models_without_gates_have_the_names_values_and_json_that_they_had() -> None:
     plain, gated = (small(output_gate=gate) for gate in (False, True))
     assert "output_gate" not in plain.model_dump(mode="json") and gated.model_dump(mode="json")["output_gate"] is True

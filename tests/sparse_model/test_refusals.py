@@ -85,7 +85,10 @@ CASES: list[Case] = [
         ({"selected": 2}, "selected=2: must be greater than or equal to 3"),
         ({"key_value_heads": 3}, f"key_value_heads=3: {DIVIDES} 2"),
     ], block=4, distance=2, selected_block=8, selected=4, window=5),
-    ({"attention": {"type": "recurrent"}, "output_gate": True}, f"output_gate: {NO_ATTENTION}"),
+    *(({"attention": {"type": "recurrent"}, option: True}, f"{option}: {NO_ATTENTION}")
+      for option in ("output_gate", "sinks")),
+    ({"attention": {"type": "moba", "block": 6, "top": 3}, "sinks": True},
+     "attention: moba does not apply model.sinks; set it to false"),
     ({"attention": {"type": "synthesizer", "kind": ["dense", "attention"]}, "output_gate": True},
      "attention: synthesizer does not apply model.output_gate; set it to false"),
     *of("attention", "routing", [

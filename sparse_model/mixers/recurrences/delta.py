@@ -85,8 +85,8 @@ class DeltaConfig(MixerConfig, StrictModel):
 
     def head_widths(self, network: NetworkConfig) -> HeadWidths:
         heads = self.heads or network.heads
-        widths = (round(ratio * network.width) // heads for ratio in (self.key_ratio, self.value_ratio))
-        return HeadWidths(*widths, in_kernels=False, kept_heads=heads)
+        key, value = (round(ratio * network.width) // heads for ratio in (self.key_ratio, self.value_ratio))
+        return HeadWidths(key, value, in_kernels=False, kept_heads=heads)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> DeltaMixer:
         return DeltaMixer(network, self)
