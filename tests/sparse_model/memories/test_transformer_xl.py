@@ -215,3 +215,32 @@ def test_the_published_model_has_its_parameters() -> None:
     assert SparseTransformer.num_parameters(config) == 41_055_949 + 512
     untied = small(attention={**kind, "untied": True}, **PUBLISHED)
     assert SparseTransformer.num_parameters(untied) == 41_055_949 + 512 + 11 * 2 * 512
+
+
+def test_half_precision_is_as_near_as_its_rounding() -> None:
+    """In bf16 queries, keys and the memory have 8 bits, and outputs are off by some of their size."""
+    mixer = attention(memory=40)
+    h, past = torch.randn(2, 60, WIDTH, dtype=torch.float64), torch.randn(2, 40, WIDTH, dtype=torch.float64)
+    count = torch.tensor([40, 11], dtype=torch.int32)
+    expected = mixer(h, BlockContext(carried=(past, count))).rows
+    output = copy.deepcopy(mixer).bfloat16()(h.bfloat16(), BlockContext(carried=(past.bfloat16(), count)))
+    assert output.rows.dtype == output.carried[0].dtype == torch.bfloat16
+    assert (output.rows - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"type": "transformer_xl", "memory": 9},
+        {"type": "compressive", "memory": 9, "compressed": 4, "rate": 3},
+    ],
+    ids=lambda kind: kind["type"],
+)
+def test_optimisers_see_matrices_and_vectors(kind: dict[str, Any]) -> None:
+    model = SparseTransformer(small(layers=1, attention=kind))
+    roles = {name.rpartition("attention.")[2]: role for name, role in model.parameter_roles().items()}
+    assert roles["distances"] == ("matrices", ())
+    assert roles["query_key_value.weight"] == ("matrices", (64, 64, 64))
+    assert roles["shared.for_keys"].part == roles["shared.for_distances"].part == "vectors"
+    if kind["type"] == "compressive":
+        assert roles["convolve.weight"] == ("matrices", (64, 64, 64)) and roles["convolve.bias"].part == "vectors"
