@@ -17,6 +17,7 @@ from tests.harness.configs import MASKED
 from tests.harness.layouts import Leg, train_through
 from tests.harness.runs import complete, metrics, spawn
 from tests.launcher.training.test_tied_output import GATHERED
+from tests.launcher.training.test_training import MUON
 
 LAYERS = ("model.layers=2", "model.dropout=0", "model.backend=auto", f"model.objective={json.dumps(MASKED)}")
 DENSE = 'model.attention={"type": "dense", "causal": false}'
@@ -52,6 +53,15 @@ def test_shared_parameters_go_through_every_layout(
     complete(["--config", str(config_file), "--from", str(run), *LAYERS, *changes, *following], 1)
     first, *_ = (line["loss_nats"] for line in metrics(tmp_path / "following") if "grad_norm" in line)
     assert first < next(line["loss_nats"] for line in metrics(run) if "grad_norm" in line)
+
+
+def test_biases_of_queries_go_through_every_layout(config_file: Path, tmp_path: Path) -> None:
+    """Transformer-XL's u and w, beside projections of which a layer uses parts, under Muon."""
+    kind = 'model.attention={"type": "transformer_xl", "memory": 16}'
+    legs: list[Leg] = [(2, ("deepspeed=zero3_fp32", GATHERED, RECOMPUTED)), (1, ("deepspeed=zero2_fp32",))]
+    trained, drawn = train_through(config_file, tmp_path / "run", (*LAYERS[:3], kind, MUON), legs, 2)
+    for name in ("shared.for_keys", "shared.for_distances", "blocks.1.attention.distances"):
+        assert not torch.equal(trained[name], drawn[name])
 
 
 def test_a_model_without_a_bias_begins_one_that_has_it(config_file: Path, tmp_path: Path) -> None:
