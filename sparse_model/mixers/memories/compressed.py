@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstride.kernels import ConfigError, selected_attention
+from longstride.kernels import ConfigError, selected_attention, sparse_attention
 from longstride.kernels.patterns import Dense, Pattern
 from longstride.kernels.selections import Part as SelectionPart
 from longstride.kernels.selections import Selection
@@ -278,7 +278,7 @@ class CompressedAttention(Attention):
     def attend_in(self, context: BlockContext, q: Tensor, k: Tensor, v: Tensor, heads: slice) -> MixerOutput:
         grid = self.compression.grid(q.shape[2], context.places, q.device)
         summaries = self.null(*self.compression(k, v, grid))
-        return MixerOutput(attend_blocks(q, summaries, grid.selection(len(q), q.shape[1], null=True), self.backend))
+        return MixerOutput(attend_blocks(q, summaries, grid, self.compression, self.backend, null=True))
 
     def new_state(self, batch: int, length: int, device: torch.device, dtype: torch.dtype, back: int) -> RowCache:
         cache = SummaryCache(self.compression, self.null, self.network, batch, length, device, dtype, back)
@@ -318,11 +318,25 @@ def split_heads(attention: Attention, rows: Tensor, channels: int, places: Tenso
     return [part.unflatten(-1, (heads, -1)).transpose(1, 2) for part, heads in parts]
 
 
-def attend_blocks(q: Tensor, summaries: tuple[Tensor, Tensor], selection: Selection, backend: str) -> Tensor:
-    """Attend from q (B, H, N, D) to keys and values of summaries (B, K, M, ·), M at most N."""
-    # The kernels take as many keys as queries: rows of zeros follow, which no query reads.
-    keys, values = (F.pad(x, (0, 0, 0, q.shape[2] - x.shape[2])).to(q.dtype) for x in summaries)
-    return selected_attention(q, keys, values, selection, backend=backend)
+def attend_blocks(
+    q: Tensor, summaries: tuple[Tensor, Tensor], grid: Grid, compression: Compression, backend: str, *, null: bool
+) -> Tensor:
+    """Attend from q (B, H, N, D) to keys and values of summaries (B, K, M, ·), behind a learned row with ``null``."""
+    keys, values = (x.to(q.dtype) for x in summaries)
+    count, block, distance = grid.ends.shape[1], compression.block, compression.distance
+    if grid.places is not None or not count:
+        # The kernels take as many keys as queries: rows of zeros follow, which no query reads.
+        keys, values = (F.pad(x, (0, 0, 0, q.shape[2] - x.shape[2])) for x in (keys, values))
+        return selected_attention(q, keys, values, grid.selection(len(q), q.shape[1], null=null), backend=backend)
+    # The d queries from the end of a block to that of the next read the same rows: they are heads of one row.
+    late = q[:, :, block - 1 :]
+    rows = F.pad(late, (0, 0, 0, count * distance - late.shape[2])).unflatten(2, (count, distance))
+    rows = F.pad(rows.transpose(2, 3).flatten(1, 2), (0, 0, int(null), 0))
+    out = sparse_attention(rows, keys, values, Dense(), backend=backend)[:, :, int(null) :]
+    out = out.unflatten(1, (-1, distance)).transpose(2, 3).flatten(2, 3)[:, :, : late.shape[2]]
+    first = values[:, :, :1] if null else torch.zeros_like(values[:, :, :1])
+    first = first.repeat_interleave(q.shape[1] // values.shape[1], 1)
+    return torch.cat([first.expand(-1, -1, block - 1, -1), out], 2)
 
 
 class OpenBlocks:
@@ -402,8 +416,8 @@ class SummaryCache(RowCache):
         if self.null is not None:
             keys, values = self.null(keys, values)
         self.write(slice(keys.shape[2]), keys, values)
-        selection = grid.selection(len(q), q.shape[1], null=self.null is not None)
-        return attend_blocks(q, (keys, values), selection, self.backend)
+        has_null = self.null is not None
+        return attend_blocks(q, (keys, values), grid, self.compression, self.backend, null=has_null)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, position: int) -> Tensor:
         ended = self.open.step(k, v, position)

@@ -144,8 +144,7 @@ class NativeSparseAttention(Attention):
             starts = torch.arange(q.shape[2], device=q.device) - places
             selection = within_documents(self.windows, starts)
             near = selected_attention(q, keys[1], values[1], selection, backend=self.backend)
-        blocks = grid.selection(len(q), self.heads, null=False)
-        return [selected, near, attend_blocks(q, summaries, blocks, self.backend)]
+        return [selected, near, attend_blocks(q, summaries, grid, self.compression, self.backend, null=False)]
 
     def attend_selected(self, q: Tensor, k: Tensor, v: Tensor, summaries: Tensor, grid: Grid) -> Tensor:
         """Attend to the chosen blocks of k and v (B, K, N, ·), by keys of summaries (B, K, M, D)."""
