@@ -143,11 +143,11 @@ class NetworkConfig(StrictModel):
     )
     output_gate: bool = Field(
         default=False,
-        description="multiply what each head gives by sigmoid(W x), channel by channel (Qiu et al. 2025)",
+        description="multiply the channels of all heads by sigmoid(W x) (Qiu et al. 2025)",
     )
     sinks: bool = Field(
         default=False,
-        description="a learned logit per head without a value, beside those of the keys; begins at 0 (gpt-oss)",
+        description="a learned logit per head without a value, 0 at first (gpt-oss)",
     )
     reversible: bool = Field(
         default=False,
