@@ -189,3 +189,23 @@ def test_parameters_and_first_values_are_the_papers(cell: str) -> None:
 def test_stateful_is_left_out_at_default() -> None:
     saved = small(attention={"type": "recurrent"}).mixers[0].model_dump(mode="json")
     assert "stateful" not in saved and saved["cell"] == "nbrc"
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_a_compiled_block_has_the_same_bits() -> None:
+    """The loop is one operation: a compiler would unroll it."""
+    attention = [{"type": "recurrent", "width": 24, "stateful": True}, {"type": "recurrent", "cell": "brc"}]
+    model = awake(attention=attention, layers=2, embedding={"type": "tokens"})
+    tokens = torch.randint(256, (2, 40))
+    carried = model.new_carried(2, tokens.device, torch.float32)
+    results = []
+    for is_compiled in (False, True):
+        for block in model.blocks if is_compiled else ():
+            block.compile(backend="aot_eager", fullgraph=True)
+        model.zero_grad()
+        output = model(tokens, return_nats=True, return_extras=True, carried=carried)
+        output.rows.sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        results.append([output.rows.detach(), output.carried[1], *gradients])
+    for plain, compiled in zip(*results, strict=True):
+        assert torch.equal(plain, compiled)
