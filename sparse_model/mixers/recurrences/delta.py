@@ -93,7 +93,7 @@ class DeltaConfig(MixerConfig, StrictModel):
 
 
 class Rows(NamedTuple):
-    """What positions read from a state and write to it."""
+    """The inputs of the rule: what positions read from a state and write to it."""
 
     q: Tensor  # (B, H, n, D)
     k: Tensor
