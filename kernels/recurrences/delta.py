@@ -61,7 +61,8 @@ def delta_rule(
     _check_shapes(q, k, v, log_decay, beta, initial, begins)
     if backend != "auto" and backend not in BACKENDS:
         raise ConfigError.at("backend", backend, f"must be one of auto, {', '.join(BACKENDS)}")
-    backend = "torch" if backend == "auto" else backend
+    if backend == "auto":
+        backend = "triton" if q.is_cuda and "triton" in BACKENDS else "torch"
     inputs = (q, k, v, log_decay, beta, initial)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     out, final, _ = _delta_rule(*inputs, begins, keep, backend)

@@ -1,11 +1,13 @@
 """The gated delta rule as a mixer: its definition, what it carries to the next context, and generation."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from longstride.kernels import ConfigError
 from longstride.sparse_model import MixerOutput, Session, SparseTransformer
@@ -112,6 +114,25 @@ def test_nothing_is_returned_that_was_not_asked_for() -> None:
     mixer = mixer_of({})
     assert not mixer(torch.randn(1, 9, 32, dtype=torch.float64)).carried
     assert not mixer_of({"stateful": False}).carried
+
+
+@pytest.mark.parametrize("changes", [{}, {"reversible": True}])
+def test_recomputation_reads_what_the_forward_pass_read(changes: dict[str, Any]) -> None:
+    """Gradients are those of activations that were kept, and of the last pass alone."""
+    model = model_of({}, **changes)
+    begun = model(tokens_of(80), carried=model.new_carried(2, torch.device("cpu"), torch.float64), return_extras=True)
+    results = []
+    for recompute in (lambda block, *inputs: block(*inputs), partial(checkpoint, use_reentrant=False), None):
+        model.activation_checkpoint = recompute
+        model.zero_grad()
+        output = model(tokens_of(80, seed=3), carried=begun.carried, return_extras=True, return_nats=True)
+        output.rows.sum().backward()
+        results.append([output.rows.detach(), *output.carried, *(p.grad for p in model.parameters())])
+    for result in results[1:]:
+        for tensor, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(tensor, expected)
+    alone = model(tokens_of(80, seed=3), return_nats=True)
+    assert not torch.allclose(alone, results[0][0])
 
 
 def test_padding_changes_nothing_that_is_carried() -> None:
