@@ -69,7 +69,20 @@ DELTA = ('model.attention={"type": "delta", "heads": 2}',)
 COMPRESSED = ('model.attention={"type": "compressed", "block": 4, "distance": 2, "key_value_heads": 1}',)
 NSA = ('model.attention={"type": "nsa", "block": 4, "distance": 2, "selected_block": 4, "selected": 4, "window": 8}',)
 MIXTURES = (SANDWICH, ONE_LARGE, EXPERTS_IN_TURN)
-PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, MATCHED, MEMORY, RECURRENT, DELTA, SHARED, COMPRESSED, NSA)
+PARTS = (
+    HALF_SIZE,
+    LATER_PARTS,
+    ALL_SCORES,
+    EXPERTS,
+    HASHED,
+    MATCHED,
+    MEMORY,
+    RECURRENT,
+    DELTA,
+    SHARED,
+    COMPRESSED,
+    NSA,
+)
 CASES = [(name, more) for name in DTYPES for more in ((), *PARTS, *MIXTURES)]
 DEFAULT_CASES = (
     ("fp32", ()),
