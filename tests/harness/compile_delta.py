@@ -19,9 +19,6 @@ from benchmarks.attention.compiled import CARDS, read
 from longstride.kernels.backends.triton import delta
 from tests.harness.compile_triton import TYPES, amdgcn_usage, target_of
 
-KERNELS = (
-    "systems", "inverses", "solved", "states", "outputs", "written", "grad_states", "corrected", "pairs", "rows",
-)  # fmt: skip
 NARROW = {"q", "k", "v", "rows", "grad_out", "out", "dq", "dk", "dv"}  # in the dtype of rows; other tensors are fp32
 
 

@@ -7,6 +7,9 @@ out. Any other Triton compiles them all. ``python -m benchmarks.attention.compil
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -26,10 +29,14 @@ from benchmarks.attention.compiled import (
     digest,
     shipped,
 )
+from benchmarks.report import ROOT
 from longstride.kernels.backends.triton.configurations import ARCHITECTURES
 
 SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024, "sm_86": 99 * 1024}  # a program's most
 RENEW = "run python -m benchmarks.attention.compiled"
+DELTA_KERNELS = (
+    "systems", "inverses", "solved", "states", "outputs", "written", "grad_states", "corrected", "pairs", "rows",
+)  # fmt: skip
 EVERY = 60  # of how many kept cases one is compiled each time
 
 
@@ -105,6 +112,35 @@ def test_all_kernels_compile_and_fit(architecture: str) -> None:
         assert found["shared"] <= SHARED_BYTES[architecture], found
 
 
+def delta_cases(architecture: str) -> list[str]:
+    """All kernels of the gated delta rule."""
+    return [
+        f"{architecture}:{kernel}:{dtype}:{width}"
+        for kernel in DELTA_KERNELS
+        for dtype in ("bfloat16", "float32")
+        for width in (64, 128)
+    ]
+
+
+@pytest.mark.parametrize("architecture", ("gfx942", "sm_80", "sm_90"))
+def test_largest_delta_kernels_spill_nothing(architecture: str) -> None:
+    _check_delta([f"{architecture}:{kernel}:bfloat16:64" for kernel in ("grad_states", "rows")])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("architecture", ("gfx942", "sm_80", "sm_90"))
+def test_all_delta_kernels_spill_nothing(architecture: str) -> None:
+    _check_delta(delta_cases(architecture))
+
+
+def _check_delta(cases: list[str]) -> None:
+    architecture = cases[0].split(":")[0]
+    for found in compile_here(architecture, cases, "compile_delta"):
+        print(found)
+        assert found["spilled_bytes"] == 0, found
+        assert found["shared"] <= SHARED_BYTES[architecture], found
+
+
 def _check(found: dict[str, Any], architecture: str) -> None:
     """It fits; a visit moves nothing that was spilled, and no warps repeat what others compute."""
     print(found)
@@ -120,8 +156,18 @@ def _check(found: dict[str, Any], architecture: str) -> None:
             assert sum(visit["products"].values()) == found["fewest_products"], found
 
 
-def compile_here(architecture: str, cases: list[str]) -> list[dict[str, Any]]:
+def compile_here(architecture: str, cases: list[str], program: str = "compile_triton") -> list[dict[str, Any]]:
     """What the compiler says."""
     if architecture.startswith("gfx") and "amd" not in triton.backends.backends:
         pytest.skip("this triton has no AMD backend")
-    return compiled(architecture, cases)
+    if program == "compile_triton":
+        return compiled(architecture, cases)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, f"{ROOT}/tests/harness/{program}.py", *cases],
+        capture_output=True,
+        text=True,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]

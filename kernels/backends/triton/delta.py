@@ -676,7 +676,8 @@ class Tiles(NamedTuple):
 def tiles_for(width: int, dtype: torch.dtype) -> Tiles:
     """Return tiles that compile without spilled registers for sm_80, sm_90 and gfx942."""
     depth = max(16, triton.next_power_of_2(width))
-    return Tiles((min(depth, 32 if dtype.itemsize == 2 else 16), 16), (depth, 16))
+    columns = 32 if dtype.itemsize == 2 else 16
+    return Tiles((min(depth, columns), 16), (depth, columns if depth <= 128 else 16))
 
 
 def precisions(dtype: torch.dtype, is_nvidia: bool) -> tuple[str, str]:
