@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from longstride.kernels.backends import accumulator_dtype, empty_like_rows
 from longstride.kernels.errors import ConfigError
 
+BACKENDS = ("auto", "torch", "triton")
 CHUNK = 64  # positions
 AT_ONCE = 32  # chunks of all heads, so that the intermediate results stay in the processor's cache
 
@@ -49,7 +50,7 @@ def delta_rule(
         beta: (B, H, N) in [0, 1], how far a position replaces what the state has at k; None: it adds to that.
         initial: the state before the first position, (B, H, D, Dv); None: 0.
         begins: (B, N) bool, True where a text begins: the state before it is 0; None: nowhere.
-        backend: auto or torch.
+        backend: auto, torch or triton; auto takes triton on GPUs.
 
     Returns:
         out (B, H, N, Dv) in q's dtype, and the state after the last position (B, H, D, Dv) in fp32 (fp64 for fp64).
@@ -59,10 +60,10 @@ def delta_rule(
         ConfigError: the backend is unknown.
     """
     _check_shapes(q, k, v, log_decay, beta, initial, begins)
-    if backend != "auto" and backend not in BACKENDS:
-        raise ConfigError.at("backend", backend, f"must be one of auto, {', '.join(BACKENDS)}")
+    if backend not in BACKENDS:
+        raise ConfigError.at("backend", backend, f"must be one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        backend = "triton" if q.is_cuda and "triton" in BACKENDS else "torch"
+        backend = "triton" if q.is_cuda else "torch"
     inputs = (q, k, v, log_decay, beta, initial)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     out, final, _ = _delta_rule(*inputs, begins, keep, backend)
@@ -103,7 +104,7 @@ def _delta_rule(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the final state, and with ``keep`` the states before all chunks, (n, Z, D, Dv)."""
     with torch.autocast(q.device.type, enabled=False):
-        return BACKENDS[backend][0](q, k, v, log_decay, beta, initial, begins, keep)
+        return _passes(backend)[0](q, k, v, log_decay, beta, initial, begins, keep)
 
 
 @_delta_rule.register_fake
@@ -133,7 +134,7 @@ def _delta_rule_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, log_decay, beta and initial, whether they are needed or not."""
     with torch.autocast(q.device.type, enabled=False):
-        return BACKENDS[backend][1](grad_out, grad_final, q, k, v, log_decay, beta, begins, final, states)
+        return _passes(backend)[1](grad_out, grad_final, q, k, v, log_decay, beta, begins, final, states)
 
 
 @_delta_rule_backward.register_fake
@@ -353,5 +354,10 @@ def _backward(
     return dq, dk, dv, dg, dbeta, grad_state.view(final.shape).clone()
 
 
-# The forward and backward pass of each backend, as ``_forward`` and ``_backward``.
-BACKENDS = {"torch": (_forward, _backward)}
+def _passes(backend: str) -> tuple[Any, Any]:
+    """Return the forward and the backward pass of a backend."""
+    if backend == "torch":
+        return _forward, _backward
+    from longstride.kernels.backends.triton.delta import delta_backward, delta_forward
+
+    return delta_forward, delta_backward

@@ -169,6 +169,23 @@ def test_operations_are_well_formed() -> None:
     torch.library.opcheck(delta._delta_rule, (*values, True, "torch"))
 
 
+@pytest.mark.parametrize(("decays", "corrected"), KINDS)
+def test_backends_agree(decays: bool, corrected: bool) -> None:
+    inputs = inputs_of(70, decays, corrected, torch.float32, initial=True, begins=True)
+    results = []
+    for backend in ("torch", "triton"):
+        tensors = {
+            name: x.detach().clone().requires_grad_() if x is not None and x.is_floating_point() else x
+            for name, x in inputs.items()
+        }
+        out, final = delta_rule(**tensors, backend=backend)  # type: ignore[arg-type]
+        (out.sin().sum() + final.sin().sum()).backward()
+        grads = [x.grad for x in tensors.values() if x is not None and x.requires_grad]
+        results.append([out, final, *grads])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_mistakes_are_named() -> None:
     inputs = inputs_of(5)
     with pytest.raises(ConfigError, match='backend="dense": must be one of auto, torch'):
