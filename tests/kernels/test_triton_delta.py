@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness.backends import DEVICES, IN_THE_INTERPRETER, WITH_TRITON
+from tests.harness.backends import DEVICES, IN_THE_INTERPRETER, WITH_TRITON, repeats
 
 pytestmark = WITH_TRITON
 DEVICE = DEVICES["triton"]
@@ -117,8 +117,14 @@ def test_kernels_equal_the_definition_in_fp64(size: int) -> None:
     check(inputs_of(size, 16, 24, torch.float64))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        pytest.param(size, dtype, marks=repeats(i + j))
+        for i, size in enumerate(SIZES)
+        for j, dtype in enumerate((torch.float32, torch.bfloat16))
+    ],
+)
 def test_kernels_equal_the_definition(size: int, dtype: torch.dtype) -> None:
     check(inputs_of(size, 24, 16, dtype))
 

@@ -871,9 +871,10 @@ def delta_backward(
         (*factors, grad_x, grad_reads, grad_system, states, grad_states, *sums),
         CORRECT=corrects,
     )
-    dg = grad_total if log_decay is None else grad_total.to(log_decay.dtype)
+    grad_total = grad_total.to(q.dtype if log_decay is None else log_decay.dtype)
+    grad_rate = grad_rate.to(q.dtype if beta is None else beta.dtype)
     dq, dk, dv = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-    return dq, dk, dv, dg, grad_rate if beta is None else grad_rate.to(beta.dtype), grad_initial
+    return dq, dk, dv, grad_total, grad_rate, grad_initial
 
 
 def _adjacent(rows: Tensor) -> Tensor:
