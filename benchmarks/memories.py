@@ -1,4 +1,4 @@
-"""What state that is carried over contexts gains: ``python -m benchmarks.memories``.
+"""The gain of state that is carried over contexts: ``python -m benchmarks.memories.lanes``.
 
 Each kind of mixer is trained twice on Python's own sources by ``longstride train``, in one process of one thread: with
 what it carries from context to context, and without. Both read the same contexts, in lanes, for equally many steps.

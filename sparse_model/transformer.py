@@ -290,7 +290,7 @@ class SparseTransformer(Part):
 
     @property
     def carried(self) -> tuple[Carried, ...]:
-        """What contexts hand to the next ones of their lanes: the last tokens, and the mixers' states; or nothing."""
+        """Tensors that contexts hand to the next ones of their lanes: the last tokens and mixers' states; or none."""
         of_mixers = tuple(carried for mixer in self.mixers for carried in mixer.carried)
         return (Carried((self.embedding.reach,), torch.int32), *of_mixers) if of_mixers else ()
 

@@ -1,4 +1,4 @@
-"""What each lane of a rank hands from one context to the next, for models that carry state.
+"""The state that each lane of a rank hands from one context to the next, for models that carry it.
 
 Letters: L lanes of this rank, one for each of its contexts in a global batch.
 """
@@ -41,7 +41,7 @@ class LaneStates:
         self._next.append(carried)
 
     def advance(self, batch: Batch | EvaluationBatch) -> None:
-        """Go on to the next batch, after all contexts of this one. A lane that is not finite will begin anew."""
+        """Continue with the next batch, after all contexts of this one. A lane that is not finite will begin anew."""
         self.tensors = tuple(torch.cat(parts) for parts in zip(*self._next, strict=True))
         self._next.clear()
         finite = [tensor.isfinite().view(len(tensor), -1).all(1) for tensor in self.tensors]

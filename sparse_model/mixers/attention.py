@@ -184,7 +184,7 @@ class Attention(Mixer):
         return output._replace(rows=self._project(output.rows.transpose(1, 2).flatten(2), h))
 
     def _project(self, joined: Tensor, h: Tensor) -> Tensor:
-        """Gate what all heads give (B, n, C) by their rows h (B, n, C), if the network has gates, and project it.
+        """Apply gates of rows h (B, n, C), if the network has any, to what all heads give (B, n, C), and project it.
 
         By the gate a query can give less than its keys' values, although its weights sum to 1 (Qiu et al. 2025).
         """
