@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks import encoders, lessons, photographs, probes, reach, recipe, recurrences
+from benchmarks import encoders, lessons, photographs, probes, reach, recipe
 from benchmarks.attention import tables as attention
+from benchmarks.memories import lanes, recall, recurrences
 from benchmarks.paper import tables as paper
 from benchmarks.report import RESULTS, ROOT
 from benchmarks.scaling import tables as scaling
@@ -59,7 +60,9 @@ TABLES = (
     Table("docs/results.md", "reach", by_device("reach", reach.tables)),
     Table("docs/systems.md", "encoders", by_device("encoders", encoders.tables)),
     Table("docs/systems.md", "probes", by_device("probes", probes.table)),
+    Table("docs/systems.md", "recall", by_device("recall", recall.table)),
     Table("docs/systems.md", "recurrences", by_device("recurrences", recurrences.table)),
+    Table("docs/training/carry-state.md", "lanes", by_device("lanes", lanes.tables)),
 )
 REACH_PICTURE = ROOT / "docs" / "pictures" / "reach.svg"
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longstride.kernels.backends import accumulator_dtype, empty_like_rows
+from longstride.kernels.backends import accumulator_dtype, empty_like_rows, triton
 from longstride.kernels.errors import ConfigError
 
 BACKENDS = ("auto", "torch", "triton")
@@ -63,7 +63,9 @@ def delta_rule(
     if backend not in BACKENDS:
         raise ConfigError.at("backend", backend, f"must be one of {', '.join(BACKENDS)}")
     if backend == "auto":
-        backend = "triton" if q.is_cuda else "torch"
+        backend = "triton" if q.is_cuda and triton.why_not(q, k, v) is None else "torch"
+    elif backend == "triton" and (reason := triton.why_not(q, k, v)):
+        raise ConfigError.at("backend", backend, f"cannot run: {reason}")
     inputs = (q, k, v, log_decay, beta, initial)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     out, final, _ = _delta_rule(*inputs, begins, keep, backend)

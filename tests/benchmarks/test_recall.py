@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import recall
+from benchmarks.memories import recall
 
 
 def test_contexts_end_with_their_first_byte() -> None:

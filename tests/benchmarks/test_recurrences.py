@@ -1,6 +1,6 @@
 """The benchmark of recurrences: every operation has its row, and memory that grows with the context."""
 
-from benchmarks import recurrences
+from benchmarks.memories import recurrences
 
 
 def test_times_and_memory_have_their_places() -> None:

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=positive(int), default=3)
     parser.add_argument("--parallel", type=positive(int), default=1, help="trainings at once, each on its own core")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME")
-    options = parse(parser, arguments, "memories")
+    options = parse(parser, arguments, "lanes")
     torch.set_num_threads(1)
     result = about(torch.device("cpu")) | {"threads": 1, "steps": options.steps, "rows": {}}
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(options.parallel) as pool:

@@ -1,4 +1,4 @@
-"""The delta rule in chunks beside attention: ``python -m benchmarks.recurrences``.
+"""The delta rule in chunks beside attention: ``python -m benchmarks.memories.recurrences``.
 
 Seconds are those of a forward and a backward pass in fp32, in one thread, the median of some rounds in which all take
 turns. Ratios are medians too, of the ratio in each round. Memory is the most that torch held at once during both passes

@@ -1,4 +1,4 @@
-"""How long mixers remember a byte: ``python -m benchmarks.recall``.
+"""How long mixers remember a byte: ``python -m benchmarks.memories.recall``.
 
 The copy-first-input task of Vecoven et al. (2020, section 4.1), in bytes. A context is a byte of 16 values, as many
 further random bytes as the distance says, and the first byte again. Only this last byte is learned and scored, where
@@ -27,6 +27,7 @@ from longstride.sparse_model import ModelConfig, SparseTransformer
 MIXERS: dict[str, dict[str, Any]] = {
     "nBRC": {"type": "recurrent", "cell": "nbrc"},
     "BRC": {"type": "recurrent", "cell": "brc"},
+    "delta rule": {"type": "delta", "key_ratio": 1, "value_ratio": 1},
     "dense attention": {"type": "dense"},
 }
 VALUES, BATCH, RATE = 16, 100, 1e-3
