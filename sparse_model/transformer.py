@@ -215,13 +215,15 @@ class SparseTransformer(Part):
                 output = self._predict(tokens, predicted > 0, layout, return_nats)
                 return output if return_extras else output.rows
         contexts, section = self.block_contexts(inputs, places, real, carried), self.division.section(tokens.shape[1])
-        last = carried[0] if carried else None
+        last: Tensor | None = None
+        next_last: tuple[Tensor, ...] = ()
+        if carried:
+            last, reach = carried[0], self.embedding.reach
+            next_last = (torch.cat([last, tokens[:, -reach:].to(last.dtype) + 1], 1)[:, -reach:],)
         output, columns = self.residual(
             lambda: self.embedding(inputs, places, real=real, last=last), contexts, self.activation_checkpoint
         )
-        if last is not None:
-            last = torch.cat([last, tokens.to(last.dtype) + 1], 1)[:, -self.embedding.reach :]
-            output = output._replace(carried=(last, *output.carried))
+        output = output._replace(carried=next_last + output.carried)
         if isinstance(self.logits, ClassLogits):
             scored = self.logits(self.norm(output.rows), real)
             scored = self.logits.nats(scored, labels) if return_nats else scored

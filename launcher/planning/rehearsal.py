@@ -133,7 +133,8 @@ def _rehearse(
         tokens = torch.zeros(config.train.micro_batch, config.model.context, dtype=torch.uint8)
         if device != "cpu":
             modes.enter_context(_FusedDropout())
-        live = LiveBytes([*model.parameters(), *model.buffers(), tokens])
+        carried = model.new_carried(len(tokens), tokens.device, model.embedding.tokens.weight.dtype)
+        live = LiveBytes([*model.parameters(), *model.buffers(), tokens, *carried])
         moved: Counter[str] = Counter()
         peaks: list[int] = []  # between the starts, and then between the same points of the backward pass
         inputs_on_host = _InputsOnHost() if on_host else ExitStack()
@@ -160,7 +161,7 @@ def _rehearse(
         if not config.model.reversible:
             model.activation_checkpoint = run
         model.norm.register_forward_pre_hook(lambda _, args: begin(*args))
-        total = count(model, tokens, live)
+        total = count(model, tokens, live, carried)
     outside.exchanged.subtract(moved)
     rehearsal.stored, rehearsal.peak = total.kept, total.peak
     # Both passes of a block begin and end with the memory of the blocks before it.
@@ -169,8 +170,12 @@ def _rehearse(
     return rehearsal
 
 
-def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = None) -> Activations:
+def count(
+    model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = None, carried: tuple[Tensor, ...] = ()
+) -> Activations:
     """Count the memory of a forward and backward pass over tokens (B, N), without the model's tensors and gradients.
+
+    Nor does it count ``live``'s tensors, and what contexts before these have ``carried`` here.
 
     Tensors may be fake or real. Each gradient is dropped once it is complete: ``states`` counts them.
     """
@@ -181,9 +186,9 @@ def count(model: SparseTransformer, tokens: Tensor, live: LiveBytes | None = Non
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     hooks = [parameter.register_post_accumulate_grad_hook(drop_gradient) for parameter in trained]
     try:
-        with live or LiveBytes([*model.parameters(), *model.buffers(), tokens]) as live:
+        with live or LiveBytes([*model.parameters(), *model.buffers(), tokens, *carried]) as live:
             predicted = None if model.config.objective.in_order else torch.zeros_like(tokens, dtype=torch.int32)
-            output = model(tokens, return_nats=True, return_extras=True, predicted=predicted)
+            output = model(tokens, return_nats=True, return_extras=True, predicted=predicted, carried=carried)
             loss = output.rows.sum() if output.auxiliary_loss is None else output.rows.sum() + output.auxiliary_loss
             stored = live.now
             loss.backward()

@@ -69,20 +69,12 @@ DELTA = ('model.attention={"type": "delta", "heads": 2}',)
 COMPRESSED = ('model.attention={"type": "compressed", "block": 4, "distance": 2, "key_value_heads": 1}',)
 NSA = ('model.attention={"type": "nsa", "block": 4, "distance": 2, "selected_block": 4, "selected": 4, "window": 8}',)
 MIXTURES = (SANDWICH, ONE_LARGE, EXPERTS_IN_TURN)
-PARTS = (
-    HALF_SIZE,
-    LATER_PARTS,
-    ALL_SCORES,
-    EXPERTS,
-    HASHED,
-    MATCHED,
-    MEMORY,
-    RECURRENT,
-    DELTA,
-    SHARED,
-    COMPRESSED,
-    NSA,
+CARRIED = (
+    'model.attention=[{"type": "transformer_xl", "memory": 9}, {"type": "delta", "stateful": true}]',
+    "data.shuffle_bytes=0",
 )
+STATES = (CARRIED, MEMORY, RECURRENT, DELTA, COMPRESSED, NSA)
+PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, MATCHED, SHARED, *STATES)
 CASES = [(name, more) for name in DTYPES for more in ((), *PARTS, *MIXTURES)]
 DEFAULT_CASES = (
     ("fp32", ()),
@@ -96,7 +88,8 @@ DEFAULT_CASES = (
     ("bf16", RECURRENT),
     ("bf16", MEMORY),
     ("bf16", SHARED),
-    ("bf16", RECURRENT),
+    ("bf16", DELTA),
+    ("bf16", CARRIED),
     ("fp32", COMPRESSED),
     ("bf16", NSA),
 )
@@ -116,7 +109,9 @@ def test_planned_activations_are_those_of_a_real_step(
     close = 4 * len(run.model.blocks()) if "experts" in str(overrides) else 0
     for checkpointing in (None, recomputed):
         planned = activations(run, checkpointing is not None, "cpu")
-        found = count(*real_model(run, checkpointing))
+        model, tokens = real_model(run, checkpointing)
+        carried = model.new_carried(len(tokens), torch.device("cpu"), DTYPES[name])
+        found = count(model, tokens, carried=carried)
         assert (planned.kept, planned.peak) == pytest.approx((found.kept, found.peak), rel=0, abs=close)
 
 
