@@ -3,11 +3,15 @@
 Seconds are those of a forward and a backward pass in fp32, in one thread, the median of some rounds in which all take
 turns. Ratios are medians too, of the ratio in each round. Memory is the most that torch held at once during both passes
 beyond the inputs, with their gradients.
+
+Generation: a network of the rule and a window in turn reads a text of any length in contexts that carry their state.
+After so many bytes, seconds are those of a step, the median of some, and memory that of all caches, pickled.
 """
 
 from __future__ import annotations
 
 import itertools
+import pickle
 import statistics
 import sys
 import time
@@ -24,10 +28,16 @@ from benchmarks.report import markdown, new_parser, parse, positive, rounded, wr
 from longstride.kernels import sparse_attention
 from longstride.kernels.patterns import Dense, Local
 from longstride.kernels.recurrences import delta_rule
+from longstride.sparse_model import ModelConfig, Session, SparseTransformer
 
 HEADS, WIDTH, WINDOW = 8, 64, 256
 RULE, DENSE = "gated delta rule", "dense attention"
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+NETWORK: dict[str, Any] = {
+    "context": 4_096, "layers": 2, "heads": HEADS, "width": HEADS * WIDTH, "embedding": {"type": "tokens"},
+    "attention": [{"type": "delta", "stateful": True}, {"type": "local", "window": WINDOW}],
+}  # fmt: skip
+STEPS = 64
 OPERATIONS: dict[str, Callable[[Inputs], Tensor]] = {
     RULE: lambda inputs: delta_rule(*inputs)[0],
     f"window of {WINDOW}": lambda inputs: sparse_attention(*inputs[:3], Local(WINDOW)),
@@ -42,11 +52,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=positive(int), default=5)
     lengths = [3_072, 6_144, 12_288, 24_576]
     parser.add_argument("--contexts", type=positive(int), nargs="+", default=lengths, help="whose memory is measured")
+    lengths = [4_096, 32_768, 262_144]
+    parser.add_argument("--generated", type=positive(int), nargs="+", default=lengths, help="bytes before timed steps")
     options = parse(parser, arguments, "recurrences")
     torch.set_num_threads(1)
     result = about(torch.device("cpu")) | {"threads": 1, "context": options.context, "rounds": options.rounds}
     result["rows"] = times(options.context, options.rounds)
     result["memory"] = [{"context": context, "peak_bytes": peak(context)} for context in options.contexts]
+    result["generation"] = generation(sorted(options.generated))
     write_result(options, result)
     print(table(result))
     return 0
@@ -95,6 +108,24 @@ def peak(context: int) -> int:
     return max(itertools.accumulate(changes))
 
 
+def generation(lengths: list[int]) -> list[dict[str, Any]]:
+    """Measure steps and caches of a session after each number of bytes, in ascending order."""
+    torch.manual_seed(0)
+    session, rows = Session(SparseTransformer(ModelConfig.model_validate(NETWORK)).eval(), back=0), []
+    read = 0
+    for length in lengths:
+        session.read(torch.randint(256, (1, length - read - STEPS)))
+        seconds = []
+        for token in torch.randint(256, (STEPS, 1)):
+            start = time.perf_counter()
+            session.append(token)
+            seconds.append(time.perf_counter() - start)
+        read = length
+        states = len(pickle.dumps(session.states))
+        rows.append({"bytes": length, "seconds": rounded(statistics.median(seconds)), "cache_bytes": states})
+    return rows
+
+
 def table(result: dict[str, Any]) -> str:
     """Format one device's result."""
     rows = [
@@ -105,7 +136,12 @@ def table(result: dict[str, Any]) -> str:
     title = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}. "
     sizes = f"{result['context']:,} positions, {HEADS} heads of {WIDTH} in fp32:"
     measured = markdown(["", "forward, s", "backward, s", "dense / it"], rows)
-    return f"{title}{sizes}\n\n{measured}\nMemory of the rule's two passes: {memory}.\n"
+    steps = ", ".join(
+        f"{1000 * row['seconds']:.1f} ms and {row['cache_bytes'] / 2**20:.1f} MiB after {row['bytes']:,} bytes"
+        for row in result["generation"]
+    )
+    generated = f"A step of generation, with all caches: {steps}."
+    return f"{title}{sizes}\n\n{measured}\nMemory of the rule's two passes: {memory}. {generated}\n"
 
 
 if __name__ == "__main__":

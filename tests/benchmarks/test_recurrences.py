@@ -9,6 +9,8 @@ def test_times_and_memory_have_their_places() -> None:
     assert rows[-1]["dense_over_own"] == 1 and all(row["forward"] > 0 < row["backward"] for row in rows)
     memory = [{"context": context, "peak_bytes": recurrences.peak(context)} for context in (2_048, 4_096)]
     assert 1.2 < memory[1]["peak_bytes"] / memory[0]["peak_bytes"] < 2.1
-    facts = {"device": "a card", "torch": "2", "date": "today", "context": 256}
+    generation = recurrences.generation([4_400, 9_000])
+    assert generation[0]["cache_bytes"] == generation[1]["cache_bytes"]
+    facts = {"device": "a card", "torch": "2", "date": "today", "context": 256, "generation": generation}
     text = recurrences.table(facts | {"rows": rows, "memory": memory})
     assert "| dense attention |" in text and "1.0×" in text and "MiB of 4,096" in text

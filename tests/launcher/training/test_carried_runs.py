@@ -41,12 +41,14 @@ RECOMPUTED = "train.activation_checkpointing=true"
 def test_losses_are_those_of_one_process_in_every_layout(config_file: Path, tmp_path: Path) -> None:
     legs = [
         (2, ("deepspeed=zero1_fp32", "data.workers=2")),
-        (4, ("deepspeed=zero3_fp32", RECOMPUTED, "train.micro_batch=1")),
+        (3, ("deepspeed=zero3_fp32", RECOMPUTED, "train.micro_batch=1")),
         (1, ("deepspeed=zero2_fp32", "train.micro_batch=4")),
         (2, ("deepspeed=zero2_fp16", LOW_SCALE)),
     ]
     attention = f"model.attention={json.dumps([*ATTENTION, {'type': 'delta', 'stateful': True}, COMPRESSIVE])}"
-    train_through(config_file, tmp_path / "moved", (*MODEL, attention, "model.layers=4"), legs, 3)
+    train_through(
+        config_file, tmp_path / "moved", (*MODEL, attention, "model.layers=4", "train.global_batch=12"), legs, 3
+    )
 
 
 def test_a_step_reads_what_the_steps_before_it_left(config_file: Path, tmp_path: Path) -> None:
