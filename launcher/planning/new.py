@@ -22,6 +22,7 @@ from longstride.launcher.config import EXPERIMENTS, RunConfig, TrainConfig, load
 from longstride.launcher.files import check_new, write_new
 from longstride.launcher.output import counting
 from longstride.launcher.verbs import SIZES
+from longstride.sparse_model import ModelConfig
 
 SCHEMA_FILE = "longstride.schema.json"  # in the folder of the configurations that name it
 MOST_MICRO_BATCH = {"cpu": 4, "cuda": 64}
@@ -69,10 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
     while global_batch > machine.processes and global_batch // 2 * context >= least_bytes:
         global_batch //= 2
     train = recipes.train_of(size, data, model, global_batch)
+    order: dict[str, Any] = {"shuffle_bytes": max(1 << 20, min(1 << 25, data.train_bytes // 64))}
+    if ModelConfig.model_validate(model).carries:
+        order = {"shuffle_bytes": 0, "shuffle_shards": False}
     content: dict[str, Any] = {
         "notes": "",
         "model": model,
-        "data": {"path": location, "shuffle_bytes": max(1 << 20, min(1 << 25, data.train_bytes // 64))},
+        "data": {"path": location, **order},
         "train": {
             "output": f"runs/{arguments.name}",
             **(train if preset is None else recipes.train_like(preset["train"], train)),

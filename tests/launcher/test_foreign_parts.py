@@ -105,7 +105,7 @@ def test_installed_parts_go_through_every_verb(packages: Path, tmp_path: Path) -
     assert "notice" not in sampled and len((tmp_path / "sample.fa").read_bytes()) == len(b">sample\n\n") + 20
     assert "bits per byte on validation" in run("evaluate", "model", "--data", "data", "--trust-code")
     missing = user.longstride("sample", "model", "--trust-code", code=2)
-    assert 'model.attention[0].type="gated_recurrence": must be a pattern\'s name; known: ' in missing
+    assert 'model.attention[0].type="gated_recurrence": must be a pattern\'s name; nearest ' in missing
     assert missing.count(f"(exported with {PACKAGE})") == missing.count("longstride: error")
     run("train", "--config", "run.json", "--from", "model", "--trust-code", "train.output=again", "train.steps=1")
 

@@ -235,7 +235,7 @@ def _slabs(scratch: Scratch, parts: list[CutPart], number: int, heads: range, co
 def _bias(scratch: Scratch, low: np.ndarray, high: np.ndarray, width: int) -> Tensor:
     """Return the bias of scores (b, R, W): 0 where low <= column < high, else -inf."""
     # Each row of a mask is a window of a step from 0 to -inf. Copying windows is faster than comparing.
-    step = torch.zeros(2 * width).masked_fill_(torch.arange(2 * width) >= width, -math.inf)
+    step = torch.zeros(2 * width, dtype=torch.float32).masked_fill_(torch.arange(2 * width) >= width, -math.inf)
     windows = step.as_strided((width + 1, width), (1, 1))
     bias = scratch.take("bias", high.size, width, dtype=torch.float32)
     torch.index_select(windows, 0, torch.from_numpy(width - high.clip(0, width).reshape(-1)), out=bias)
