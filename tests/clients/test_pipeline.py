@@ -29,6 +29,12 @@ def ours(folder: Path, prompt: str) -> str:
     return bytes(int(token) for token in sampled).decode("utf-8", "replace")
 
 
+def before_tears(folder: Path) -> str:
+    """Return a prompt that the model continues by "änen s". Which it does depends on the processor of its training."""
+    prompts = (f"{word} tr" for word in ("byte", "sparse", "dense", "stride"))
+    return next(prompt for prompt in prompts if "änen s" in ours(folder, prompt))
+
+
 @client("transformers", "`pipeline`, one prompt or a batch, padded, empty ones too", "`longstride sample`'s bytes")
 def test_pipeline_continues_prompts_as_sample_does(words: Path, pipe: Any) -> None:
     expected = [prompt + ours(words, prompt) for prompt in PROMPTS]
@@ -44,14 +50,14 @@ def test_pipeline_continues_prompts_as_sample_does(words: Path, pipe: Any) -> No
 @client("transformers", "`stop_strings` of any characters", "generation ends after the string's last byte")
 @pytest.mark.parametrize("stop", ["ä", "n", "en s", "än"])
 def test_stop_strings_are_bytes(words: Path, pipe: Any, stop: str) -> None:
-    text = ours(words, "sparse tr")
-    assert stop in text
-    (continuation,) = pipe("sparse tr", stop_sequence=stop, return_full_text=False, **OPTIONS)
+    prompt = before_tears(words)
+    text = ours(words, prompt)
+    (continuation,) = pipe(prompt, stop_sequence=stop, return_full_text=False, **OPTIONS)
     assert continuation["generated_text"] == text.partition(stop)[0] + stop
 
 
 def test_rows_that_have_stopped_are_padded(words: Path, pipe: Any) -> None:
-    batch, tokenizer = PROMPTS[::2], pipe.tokenizer
+    batch, tokenizer = [before_tears(words), "byte"], pipe.tokenizer
     inputs = tokenizer(batch, padding=True, return_tensors="pt")
     rows = pipe.model.generate(**inputs, stop_strings=["ä", "。"], tokenizer=tokenizer, **OPTIONS)
     expected = [
