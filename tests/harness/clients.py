@@ -59,7 +59,7 @@ class Table:
 
 def table(rows: dict[tuple[str, str, str], bool]) -> str:
     """Format the rows that passed as Markdown, by package, with the versions that `make clients` installs."""
-    pinned = dict(re.findall(r'"(\w+)(?:\[\w+\])?==([\d.]+)"', (PAGE.parents[1] / "setup.py").read_text()))
+    pinned = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?==([\d.]+)"', (PAGE.parents[1] / "setup.py").read_text()))
     lines = ["| client | what | result |", "|---|---|---|"]
     last = None
     for package, what, result in sorted(row for row, passed in rows.items() if passed):
