@@ -23,10 +23,11 @@ from benchmarks.machine import about
 from benchmarks.recipe import changed, longstride, recipe, run
 from benchmarks.report import markdown, new_parser, parse, positive, rounded, write_json, write_result
 
-CONTEXT, FIRST = 256, 128
+CONTEXT, FIRST = 128, 32
 BASE: dict[str, Any] = {
-    "model.context": CONTEXT, "model.layers": 4, "model.heads": 4, "model.rotary": None, "model.query_key_norm": None,
-    "model.convolution": None, "model.ngrams": None, "train.micro_batch": 16, "train.global_batch": 16,
+    "model.context": CONTEXT, "model.layers": 2, "model.heads": 2, "model.width": 64, "model.rotary": None,
+    "model.query_key_norm": None, "model.convolution": None, "model.ngrams": None,
+    "train.micro_batch": 32, "train.global_batch": 32,
 }  # fmt: skip
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # alone, and what makes it carry
     "transformer_xl": ({"type": "transformer_xl", "memory": 0}, {"memory": CONTEXT}),
@@ -71,7 +72,7 @@ def train(
     content = configuration(kind, carries)
     lines = run(content, options.steps, seed, data, output, evaluate_contexts=16, in_lanes=True)
     picture = output / "positions.png"
-    words = ("--batch", 16, "--positions", picture)
+    words = ("--batch", 32, "--positions", picture)
     longstride("evaluate", output, *words)
     scored = json.loads(picture.with_suffix(".json").read_text())
     bins = scored["positions"]
