@@ -142,6 +142,8 @@ class Session:
             ValueError: as ``extend`` and ``carry``.
         """
         while tokens.shape[1]:
+            if self.position == self.length:  # single steps have completed it
+                self.carry()
             room = self.length - self.position
             if self.position:
                 self.extend(tokens[:, :room], keep=1)

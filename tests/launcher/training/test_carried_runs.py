@@ -181,6 +181,11 @@ def test_a_session_reads_on_as_training_does(config_file: Path, changes: tuple[s
         session.append(token)
         if session.position == config.context:
             session.carry()
+    session.reset()
+    for token in tokens[:, : config.context].T:
+        session.append(token)
+    session.read(tokens[:, config.context : 100])  # behind a context that single steps have completed
+    torch.testing.assert_close(session.logits, expected[:, 100], rtol=0, atol=1e-12)
     for cuts in itertools.combinations((1, 63, 64, 65, 130, 192), 3):
         session.reset()
         for start, stop in itertools.pairwise((0, *cuts, 201)):
