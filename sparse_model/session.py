@@ -76,7 +76,7 @@ class Session:
         self._bare = bare(model)
         self.length = context if length is None else even_length(model.config, length)
         self.position = 0  # of the next token
-        self._goes_on = False  # whether the context continues another
+        self._last: Tensor | None = None  # (B, reach), tokens before the context if it continues another
         start = model.embedding.start
         self._autocast = _autocast(start)
         with torch.inference_mode():
@@ -132,8 +132,8 @@ class Session:
         with torch.inference_mode():
             for mixer, state in zip(self.model.mixers, filter(None, self.states), strict=True):
                 state.carry() if mixer.carried else state.truncate(0)  # type: ignore[attr-defined]
-            self._tokens[:, : self._reach] = self._tokens[:, context : context + self._reach].clone()
-        self.position, self._goes_on, self._logits = 0, True, None
+            self._last = self._tokens[:, context : context + self._reach].clone()
+        self.position, self._logits = 0, None
 
     def read(self, tokens: Tensor) -> None:
         """Add tokens (B, n) of any number n; whenever a context is whole, ``carry()`` begins the next one.
@@ -220,9 +220,7 @@ class Session:
             raise ValueError(f"length={length}: {rule}: the session was created with back={self._back}")
         if length == self.position and length:
             return
-        if self._goes_on and not length:
-            self._goes_on = False
-            self._tokens[:, : self._reach] = NO_TOKEN
+        self._last = self._last if length else None
         with torch.inference_mode():
             for state in self.states:
                 if state is not None:
@@ -269,7 +267,7 @@ class Session:
         """
         self._require_autocast()
         session = Session(self.model, len(order), self.length, back=self._back)
-        session.position, session._goes_on = self.position, self._goes_on
+        session.position = self.position
         session._take(self, order)
         return session
 
@@ -280,17 +278,23 @@ class Session:
                 if state is not None:
                     state.take(of_source, order, self.position + 1, slice(None))
             self._tokens.copy_(source._tokens[order])
+            self._last = None if source._last is None else source._last[order]
             self._logits = None if source._logits is None else source._logits[order]
 
     def _rows(self, first: int, count: int) -> Tensor:
         """Compute ``count`` rows from position ``first`` on, (B, count, C) before the last norm, and cache them."""
-        before = self._tokens[:, first : first + self._reach + count - 1]
         embedding = self._bare.embedding
-        if not first and count > 1 and not self._goes_on:  # the last token of a context is only a target
+        if not count:
+            return embedding.start.new_empty(self.batch, 0, self.model.config.width)
+        before = self._tokens[:, first : first + self._reach + count - 1]
+        seen, goes_on = before, self._last is not None
+        if self._last is not None and first < self._reach:  # the embedding reads on, where mixers begin
+            seen = torch.cat([self._last[:, first:], before[:, self._reach - first :]], 1)
+        if not first and count > 1 and not goes_on:  # the last token of a context is only a target
             h = embedding(nn.functional.pad(before[:, self._reach :], (0, 1)))
         else:
-            h = embedding.rows(before[:, self._reach - embedding.reach :], first, self._goes_on)
-        return self._bare.forward_cached(h, self.states, first, before) if count else h
+            h = embedding.rows(seen[:, self._reach - embedding.reach :], first, goes_on)
+        return self._bare.forward_cached(h, self.states, first, before)
 
     def _store(self, tokens: Tensor) -> None:
         """Write tokens (B, n) behind the present ones."""

@@ -30,6 +30,8 @@ from tests.launcher.training.test_objectives import evaluated
 from tests.launcher.training.test_training import LOW_SCALE
 
 ATTENTION = [{"type": "recurrent", "stateful": True}, {"type": "local", "window": 9}]
+MATCHES = f"model.attention={json.dumps([ATTENTION[0], {'type': 'match', 'window': 8, 'order': 2, 'matches': 4}])}"
+NGRAMS = '{"orders": [2, 3], "rows": 997}'
 DELTA = f"model.attention={json.dumps([{'type': 'delta', 'stateful': True}, ATTENTION[1]])}"
 COMPRESSIVE = {"type": "compressive", "memory": 40, "compressed": 30, "rate": 3}
 MEMORIES = f"model.attention={json.dumps([{'type': 'transformer_xl', 'memory': 80}, COMPRESSIVE])}"
@@ -164,7 +166,7 @@ def test_evaluation_has_one_figure_for_any_processes_and_equals_the_definition(
     assert line["loss_nats"] == pytest.approx(torch.cat(nats).mean().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("changes", [(), (DELTA,), (MEMORIES,)])
+@pytest.mark.parametrize("changes", [(), (DELTA,), (MEMORIES,), (MATCHES, "model.ngrams=" + NGRAMS)])
 def test_a_session_reads_on_as_training_does(config_file: Path, changes: tuple[str, ...]) -> None:
     config = load_config(config_file, [*MODEL, *changes]).model
     model = awake(config)
