@@ -267,14 +267,9 @@ def _kinds_of(by_vector: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[Any
     return {vector: (sorted(state), float(state.get("step", 0))) for vector, state in by_vector.items()}
 
 
-def tables_name(rank: int) -> str:
-    """Return the file name of a rank's share."""
-    return f"tables-{rank:05d}.safetensors"
-
-
-def lanes_name(rank: int) -> str:
-    """Return the file name of what a rank's lanes carry."""
-    return f"lanes-{rank:05d}.safetensors"
+def share_name(kind: str, rank: int) -> str:
+    """Return the name of the file in which a rank saves its share of "tables" or "lanes"."""
+    return f"{kind}-{rank:05d}.safetensors"
 
 
 def load_lanes(engine: DeepSpeedEngine, checkpoint: Checkpoint, ranks: Ranks) -> None:
@@ -287,7 +282,7 @@ def load_lanes(engine: DeepSpeedEngine, checkpoint: Checkpoint, ranks: Ranks) ->
     count, size = len(lanes.last), checkpoint.config.train.global_batch // manifest.world_size  # a rank's lanes
     first = ranks.data_rank * count
     for rank in range(first // size, -(-(first + count) // size)):
-        path = checkpoint.folder / lanes_name(rank)
+        path = checkpoint.folder / share_name("lanes", rank)
         if path.name not in manifest.files:
             raise ConfigError(f"{checkpoint.folder}: lacks {path.name}, which holds what the model carries")
         saved = _read_tensors(path)
@@ -321,7 +316,8 @@ class SavedTables:
         self._folder, self._ranks = checkpoint.folder, checkpoint.manifest.world_size
         self._decay = checkpoint.config.train.ema_decay
         self.shape = torch.Size((len(tables.orders) * tables.rows, checkpoint.config.model.width))
-        missing = [name for name in map(tables_name, range(self._ranks)) if name not in checkpoint.manifest.files]
+        names = [share_name("tables", rank) for rank in range(self._ranks)]
+        missing = [name for name in names if name not in checkpoint.manifest.files]
         if missing:
             raise ConfigError(f"{self._folder}: lacks {missing[0]}, which holds n-gram tables of its model")
 
@@ -341,12 +337,12 @@ class SavedTables:
     def load(self, engine: DeepSpeedEngine) -> None:
         """Load the tables into an engine of any layout."""
         for first, saved in self.shares():
-            engine.tables.fill(first, self._ranks, saved, self._decay)
+            engine.held.parts[0].fill(first, self._ranks, saved, self._decay)
 
     def shares(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
         """Yield each file's first row and its tensors."""
         for rank in range(self._ranks):
-            path = self._folder / tables_name(rank)
+            path = self._folder / share_name("tables", rank)
             saved = _read_tensors(path)
             rows = len(range(rank, self.shape[0], self._ranks))
             shapes = {"fp32": (rows, self.shape[1]), "exp_avg_sq": (rows,), "touches": (rows,), "steps": (1,)}

@@ -38,7 +38,7 @@ from longstride.launcher.checkpoints.manifest import (
 )
 from longstride.launcher.checkpoints.pickles import FAILURES, checkpoint_files
 from longstride.launcher.checkpoints.probe import take_probe
-from longstride.launcher.checkpoints.saved_state import lanes_name, tables_name
+from longstride.launcher.checkpoints.saved_state import share_name
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import package_versions, parameter_groups, random_states
 from longstride.launcher.output import file_names
@@ -124,10 +124,10 @@ class Saver:
         probe, *_ = self._on_all_ranks(partial, lambda: take_probe(engine, self._config, partial, self._ranks))
         files.begin(background=self._config.train.checkpoint_in_background)
         engine.save_checkpoint(str(partial), tag=DEEPSPEED_TAG, save_latest=False)
-        if engine.tables is not None:
-            files.save(engine.tables.share(), str(partial / tables_name(self._ranks.rank)))
+        for part in engine.held.parts:
+            files.save(part.share(), str(partial / share_name(part.kind, self._ranks.rank)))
         if engine.lanes is not None:  # of which each rank has its own
-            files.save(engine.lanes.share(), str(partial / lanes_name(self._ranks.rank)))
+            files.save(engine.lanes.share(), str(partial / share_name("lanes", self._ranks.rank)))
         if self._ranks.sequence_rank == 0:  # ranks that share contexts share their random states
             files.save(random_states(engine.device), str(partial / random_name(self._ranks.data_rank)))
         return probe

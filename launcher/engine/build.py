@@ -27,6 +27,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, part_errors
 from longstride.launcher.engine import states
 from longstride.launcher.engine.device import check_compiler, compile_blocks
+from longstride.launcher.engine.held import HeldParameters
 from longstride.launcher.engine.lanes import LaneStates
 from longstride.launcher.engine.muon import Muon, matrices_in
 from longstride.launcher.engine.optimizer import (
@@ -71,9 +72,9 @@ def build_engine(
     model = SparseTransformer(config.model)
     if fill is not None:
         fill(model)
-    tables = None
+    held = []
     if model.embedding.ngrams is not None:
-        tables = Tables(model.embedding.ngrams, config.train, ranks, sharded=config.zero_stage == 3)
+        held.append(Tables(model.embedding.ngrams, config.train, ranks, sharded=config.zero_stage == 3))
     parameters, groups = (
         dict(model.named_parameters()),
         parameter_groups(model, split=config.train.optimizer is not None),
@@ -98,7 +99,7 @@ def build_engine(
         )
     # DeepSpeed counts samples by these. It assumes that ranks share no contexts, but they may.
     engine._config.train_batch_size = engine.tput_timer.batch_size = config.train.global_batch
-    engine.tables = tables  # unknown to DeepSpeed; None: the model has none
+    engine.held = HeldParameters(engine, held)
     engine.lanes = None  # None: the model carries nothing
     if model.carried:
         engine.lanes = LaneStates(model, config.train.global_batch // ranks.data_world_size, engine.device)
@@ -164,8 +165,7 @@ def weights_are_finite(engine: deepspeed.DeepSpeedEngine, ranks: Ranks) -> bool:
     """Whether every weight of every rank is a finite number. All ranks must call."""
     # Under ZeRO 3 a parameter outside its use is empty, and ds_tensor is this rank's part.
     shards = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
-    if engine.tables is not None:
-        shards.append(engine.tables.rows)
+    shards += engine.held.local()
     return all(ranks.gather_objects(all(bool(torch.isfinite(shard).all()) for shard in shards)))
 
 

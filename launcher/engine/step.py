@@ -85,14 +85,14 @@ class EngineStep:
         self._backward(loss * math.nan if drop else loss)
         with StepPart.OPTIMIZER.marked(engine.device):
             norm = None
+            engine.held.reduce(self.loss_scale)
             # ZeRO 0 in fp32: DeepSpeed clips, but does not store the norm.
             if isinstance(engine.optimizer, torch.optim.Optimizer):
                 gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-                norm = float(torch.nn.utils.get_total_norm(gradients))
+                norm = float(engine.held.total_norm(gradients))
                 if not math.isfinite(norm):  # DeepSpeed would step with it
                     engine.zero_grad()
-                    if engine.tables is not None:
-                        engine.tables.forget()
+                    engine.held.forget()
                     engine.tput_timer.stop(global_step=True, report_speed=False)
                     engine.skipped_steps += 1
                     engine.global_steps += 1
@@ -101,19 +101,19 @@ class EngineStep:
                     return None
             engine.step()
             skipped = engine.skipped_steps > self._counters["skipped_steps"]
-            if engine.tables is not None:
-                # Their gradients are the embedding's, so both are finite or neither.
-                engine.tables.forget() if skipped else engine.tables.step(self._steps_taken, self.loss_scale)
+            if norm is None:
+                norm = float(engine.get_global_grad_norm())
+                if self._is_unfused:
+                    norm /= self.loss_scale
             if skipped:
+                engine.held.forget()
                 optimizer = engine.optimizer
                 if isinstance(optimizer, DeepSpeedZeroOptimizer):
                     # ZeRO 1 and 2 must forget the gradients. With an offloaded optimiser and gradients in another dtype
                     # than the model's, DeepSpeed would add those of later steps to them, and drop these steps too.
                     optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
-            if norm is None:
-                norm = float(engine.get_global_grad_norm())
-                if self._is_unfused:
-                    norm /= self.loss_scale
+            else:
+                engine.held.step(self._steps_taken, norm)
             return norm if math.isfinite(norm) else None
 
     def overflow(self) -> Overflow | None:

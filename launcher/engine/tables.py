@@ -13,7 +13,7 @@ Letters: W ranks, P positions of a step, O orders, C width, U rows touched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longstride.launcher.config import TrainConfig
+from longstride.launcher.engine import states
 from longstride.launcher.engine.optimizer import rate_factor
-from longstride.launcher.engine.states import advance_average
 from longstride.launcher.models import AVERAGE
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import Ngrams, add_rows
@@ -34,16 +34,17 @@ _TINY = 1e-12  # added to the root of the second moment, far below any gradient'
 
 
 class Tables:
-    """The rows of a model's n-gram tables and their optimiser: row-wise Adam without a first moment.
+    """The rows of a model's n-gram tables and their optimiser: row-wise Adam without a first moment. See ``Held``.
 
     With g the gradient of a row and n the number of steps in which it was not zero, each such step computes:
 
         v = 0.95 v + 0.05 · mean(g²),  row = row - rate · g / √(v / (1 - 0.95ⁿ))
 
     A rarely touched row thus moves as far in each step as a frequent one (torch's SparseAdam counts the same way).
-    There is no weight decay, which would need a pass over all rows. There is no gradient clipping: the step's length
-    does not depend on that of g, and the norm would need one more exchange.
+    There is no weight decay, which would need a pass over all rows. Clipping changes g, and so the moments alone.
     """
+
+    kind = "tables"
 
     def __init__(self, ngrams: Ngrams, train: TrainConfig, ranks: Ranks, *, sharded: bool) -> None:
         """Move the rows out of a model, which then calls ``add``. The process group must exist."""
@@ -63,6 +64,7 @@ class Tables:
         ngrams.register_parameter("rows", None)
         ngrams.adder = self.add
         self._pending: list[tuple[Tensor, Tensor]] = []  # row numbers (·, O) int32 and gradients (·, C) of each pass
+        self._reduced: tuple[Tensor, Tensor, Tensor] | None = None  # of a step: rows, sums and mean squares of their g
 
     def add(self, h: Tensor, ids: Tensor, real: Tensor | None = None) -> Tensor:
         """Return h (B, n, C) plus the rows of ids (B, n, O); store their gradients for ``step``. All ranks must call.
@@ -84,10 +86,11 @@ class Tables:
     def forget(self) -> None:
         """Drop the gradients of a step that is not taken."""
         self._pending.clear()
+        self._reduced = None
 
     @torch.no_grad()
-    def step(self, number: int, scale: float) -> None:
-        """Take step ``number`` + 1 with the gradients of losses times ``scale`` since the last. All ranks must call."""
+    def reduce(self, scale: float) -> Tensor:
+        """Sum the gradients of losses times ``scale`` since the last step; return the sum of all their squares."""
         ids, gradients = (torch.cat(parts).contiguous() for parts in zip(*self._pending, strict=True))
         self._pending.clear()
         width = gradients.shape[1] * gradients.itemsize
@@ -96,14 +99,28 @@ class Tables:
         gradients = gathered[:, :width].contiguous().view(gradients.dtype).float()
         ids = gathered[:, width:].contiguous().view(torch.int32)
         touched, sums = self._sum_by_row(ids, gradients.div_(scale * self._ranks.world_size))
+        squares = torch.linalg.vector_norm(sums, dim=1).square_()
+        total = squares.sum()
+        self._reduced = touched, sums, squares.div_(sums.shape[1])
+        return total if self._parts == 1 else self._ranks.gather(total[None]).sum()
+
+    @torch.no_grad()
+    def step(self, number: int, factor: float) -> None:
+        """Take step ``number`` + 1 with the reduced gradients times ``factor``."""
+        assert self._reduced is not None
+        touched, sums, squares = self._reduced
+        self._reduced = None
+        if factor != 1:
+            sums.mul_(factor)
+            squares.mul_(factor**2)
         rate = self._train.rate_of("tables") * rate_factor(self._train, number)
         decay = self._train.ema_decay
         if self._average is None or decay is None:
-            self._move(touched, sums, rate)
+            self._move(touched, sums, squares, rate)
         else:  # first advance the average to the last step, as the rows have not changed since
             lag = self.steps - self._average_step[touched]
-            average = advance_average(self._average[touched], self.rows[touched], decay, lag)
-            self._move(touched, sums, rate)
+            average = states.advance_average(self._average[touched], self.rows[touched], decay, lag)
+            self._move(touched, sums, squares, rate)
             self._average[touched] = average.lerp_(self.rows[touched], 1 - decay)
             self._average_step[touched] = self.steps + 1.0
         self.steps += 1
@@ -124,9 +141,8 @@ class Tables:
         sums = F.embedding_bag(order // orders, gradients, counts.cumsum(0) - counts, mode="sum")
         return touched.long(), sums
 
-    def _move(self, touched: Tensor, sums: Tensor, rate: float) -> None:
-        """Take one step of row-wise Adam with the sums (U, C) of gradients."""
-        square = torch.linalg.vector_norm(sums, dim=1).square_().div_(sums.shape[1])
+    def _move(self, touched: Tensor, sums: Tensor, square: Tensor, rate: float) -> None:
+        """Take one step of row-wise Adam with the sums (U, C) of gradients, whose mean squares are ``square`` (U,)."""
         moved = square > 0  # a row with zero gradient stays
         second, touches = self._second[touched], self._touches[touched] + moved
         second = torch.where(moved, DECAY * second + (1 - DECAY) * square, second)
@@ -136,10 +152,19 @@ class Tables:
         rows = self.rows.index_select(0, touched).addcdiv_(sums, size[:, None], value=-rate)
         self.rows.index_copy_(0, touched, rows)
 
+    @property
+    def numel(self) -> int:
+        """The numbers of the complete tables."""
+        return self.shape.numel()
+
+    def local(self) -> Iterator[Tensor]:
+        """Yield this rank's rows."""
+        yield self.rows
+
     def whole(self) -> dict[str, Tensor]:
         """Return all rows by the parameter's name, on every rank. All ranks must call."""
         if self._parts == 1:
-            return {"rows": self.rows}
+            return {states.TABLES: self.rows}
         rows, share = self.rows.new_empty(self.shape), -(-self.shape[0] // self._parts)
         for first in range(0, share, _GATHERED_ROWS):
             local = self.rows[first : first + _GATHERED_ROWS]
@@ -148,7 +173,7 @@ class Tables:
             for part, share_of_part in enumerate(shares):
                 places = rows[part :: self._parts][first : first + count]
                 places.copy_(share_of_part[: len(places)])
-        return {"rows": rows}
+        return {states.TABLES: rows}
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors of this rank's rows, by their names in a checkpoint."""
@@ -178,7 +203,7 @@ class Tables:
         if decay != self._train.ema_decay:
             average = rows
             if decay is not None:
-                average = advance_average(saved[AVERAGE], rows, decay, self.steps - saved[f"{AVERAGE}_step"])
+                average = states.advance_average(saved[AVERAGE], rows, decay, self.steps - saved[f"{AVERAGE}_step"])
             saved = {**saved, AVERAGE: average, f"{AVERAGE}_step": average_step}
         ids = torch.arange(first, self.shape[0], stride)
         mine = (ids % self._parts == self._part).nonzero().squeeze(1)

@@ -92,7 +92,7 @@ class Trainer:
         self._open_batches(state)
         config, shared = run.config, run.ranks.sequence_parallel
         numel = sum(getattr(tensor, "ds_numel", tensor.numel()) for tensor in engine.module.parameters())
-        numel += engine.tables.shape.numel() if engine.tables is not None else 0
+        numel += sum(part.numel for part in engine.held.parts)
         place = f"{engine.device.type}, {shared} share each context" if shared > 1 else engine.device.type
         self._recorder.say(
             f"{numel:,} parameters, context {config.model.context:,}, {counting.processes(run.ranks.world_size)} "

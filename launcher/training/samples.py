@@ -142,8 +142,7 @@ def undivided_network(engine: DeepSpeedEngine, config: RunConfig, ranks: Ranks) 
             if ranks.is_first:
                 state[name] = parameter.detach().clone() if sharded else parameter.detach()
     state |= dict(engine.module.named_buffers())
-    if engine.tables is not None:
-        state |= {f"embedding.ngrams.{name}": rows for name, rows in engine.tables.whole().items()}
+    state |= engine.held.whole()
     if not ranks.is_first:
         return None
     with torch.device("meta"):

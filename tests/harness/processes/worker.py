@@ -31,7 +31,6 @@ import longstride.launcher.train as entry
 import longstride.launcher.training.loop as loop
 from longstride.launcher import cli
 from longstride.launcher.checkpoints import restoring
-from longstride.launcher.engine.states import TABLES
 from longstride.launcher.ranks.processes import Ranks, leave
 from longstride.launcher.stops import StopFlag
 from longstride.sparse_model import Division
@@ -101,11 +100,7 @@ def dump_master_weights(path: str) -> None:
             sharded = engine.zero_optimization()
             for name, parameter in engine.module.named_parameters():
                 masters[name] = safe_get_full_fp32_param(parameter) if sharded else parameter
-        if engine.tables is not None:
-            shares = ranks.gather_objects(engine.tables.share()["fp32"])
-            rows = masters[TABLES] = torch.empty(engine.tables.shape)
-            for first, share in enumerate(shares):
-                rows[first :: len(shares)] = share
+        masters |= engine.held.whole()
         steps.append({name: master.detach().clone().cpu() for name, master in masters.items()})
         if ranks.is_first:
             torch.save(steps, path)

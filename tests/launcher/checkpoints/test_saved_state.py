@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import saved_state
 from longstride.launcher.checkpoints.checkpoint import open_checkpoint
-from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState, SavedTables, tables_name
+from longstride.launcher.checkpoints.saved_state import KINDS, MASTER, SavedState, SavedTables, share_name
 from longstride.launcher.engine import states
 from longstride.launcher.models import AVERAGE
 from longstride.sparse_model import SparseTransformer
@@ -139,7 +139,7 @@ def test_a_shard_with_other_kinds_than_the_first_is_refused(trained: Trained, mo
 def test_tables_that_are_missing_or_of_another_model_are_refused(trained: Trained, tmp_path: Path) -> None:
     run = shutil.copytree(trained("zero3-bf16", 2, *RUNS["zero3-bf16"]), tmp_path / "run")
     checkpoint = open_checkpoint(run, 8)
-    second = checkpoint.folder / tables_name(1)
+    second = checkpoint.folder / share_name("tables", 1)
     content = load_file(second)
     table = SavedTables(checkpoint).tensor("fp32")
     assert table[1::2].equal(content["fp32"]) and bool(table.any())
