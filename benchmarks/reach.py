@@ -85,6 +85,7 @@ PATTERNS = {
     "strided 128": Pattern({"type": "strided", "stride": 128}),
     "strided 128, aligned": Pattern({"type": "strided", "stride": 128, "align": "target"}),
     "dilated 256 by 8": Pattern({"type": "local", "window": 256, "dilation": 8}),
+    "delta rule": Pattern({"type": "delta"}, {"type": "delta"}),
     "routing": Pattern({"type": "routing", "clusters": 32, "window": 256, "shared_query_key": False, "decay": 0.95}),
     "hashing": HASHED,
     **{
@@ -176,6 +177,8 @@ def stages(task: Task, context: int, pattern: Pattern, seconds: Sequence[float])
         content = model | tables | {"context": context, "attention": [window, attention]}
         if attention["type"] == "lsh":  # has keys of unit length
             content["query_key_norm"] = False
+        if attention["type"] == "delta":  # has a convolution
+            content["convolution"] = None
         return Stage(task, content, max(1, STEP_BYTES // context), seconds)
 
     if not task.varies:

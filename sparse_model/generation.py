@@ -41,6 +41,7 @@ def generate(
         adjust: maps the logits (B, V), in fp32 (fp64 for fp64), to those to sample from. It must not write to its
             argument.
         session: already holds the prompt and has room for the sample, and is continued; None: compute the prompt.
+            With ``slide`` it holds what ``window_start`` leaves of the prompt.
         slide: allow prompt and sample to be longer than the model's context, and drop its older half each time that it
             is full (``window_start``). A model that carries state begins its next context instead.
 
@@ -56,8 +57,10 @@ def generate(
     wrong = [f"{name}={settings[name]}: {rule}" for name, rule in wrong_settings(temperature, top_k, top_p)]
     if problems := [*_problems(model, prompt, num_tokens, slide), *wrong]:
         raise ValueError("; ".join(problems))
-    if session is not None and (session.batch, session.position) != prompt.shape:
-        raise ValueError(f"session of {session.position} tokens: must hold the prompt {tuple(prompt.shape)}")
+    if session is not None:
+        start = window_start(model.config, prompt.shape[1]) if slide else 0
+        if (session.batch, session.position + start) != prompt.shape:
+            raise ValueError(f"session of {session.position} tokens: must hold the prompt {tuple(prompt.shape)}")
 
     def choice(logits: Tensor, contexts: Sequence[int]) -> Tensor:
         generators = [generator[row] for row in contexts] if isinstance(generator, Sequence) else generator

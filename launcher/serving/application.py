@@ -42,6 +42,7 @@ from longstride.launcher.serving.request import (
     SampleRequest,
     ScoreRequest,
     largest_body,
+    most_bytes,
     parse_request,
     parse_score,
 )
@@ -119,7 +120,7 @@ class Service:
         """Describe the model in OpenAI's format: in a list, or by its name."""
         about = self._about
         described = {"id": about["name"], "object": "model", "created": about["created"], "owned_by": "longstride"}
-        described["max_model_len"] = about["context"]
+        described["max_model_len"] = most_bytes(self._config)
         name = request.match_info.get("id")
         if name is None:
             return answer({"object": "list", "data": [described]})

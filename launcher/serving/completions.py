@@ -22,6 +22,7 @@ from longstride.launcher.serving.request import (
     check_known,
     encode_text,
     load_object,
+    most_bytes,
     setting_problems,
 )
 from longstride.launcher.serving.sampler import End, Piece, Score
@@ -120,12 +121,13 @@ def parse_completion(body: bytes, config: ModelConfig, name: str, max_bytes: int
     if len(prompts) * n > MOST_CHOICES:
         problems.append(Problem("n", f"{len(prompts)} prompts have {len(prompts) * n} choices; at most {MOST_CHOICES}"))
     longest = max((len(prompt.content) for prompt in prompts), default=0)
-    fitting = min(max_bytes, config.context - longest)
+    room = most_bytes(config)
+    fitting = min(max_bytes, room - longest)
     count = max(1, min(_MAX_TOKENS, fitting)) if fields.max_tokens is None else fields.max_tokens
     if problems:
         raise ConfigError(*problems)
     if count > fitting:
-        rule = f"this model's maximum context length is {config.context} tokens, which are bytes: "
+        rule = f"this model's maximum context length is {room} tokens, which are bytes: "
         rule += f"the prompt has {longest}, and at most {max(0, fitting)} can be sampled"
         raise TooLongError(Problem("max_tokens", rule, count))
     places = n * sum(count + len(prompt.content) * bool(fields.echo) for prompt in prompts)

@@ -16,6 +16,7 @@ from longstride.sparse_model import ModelConfig, wrong_settings
 _FIELDS = ("prompt", "prompt_base64", "bytes", "temperature", "top_k", "top_p", "seed")
 _SCORE_FIELDS = ("text", "text_base64", "min_context")
 MOST_CONTEXTS = 4  # the longest text to score, in contexts of the model
+CARRIED_CONTEXTS = 64  # the longest prompt with its sample, or text to score, of a model that carries state
 
 
 class MalformedError(ValueError):
@@ -49,12 +50,17 @@ class ScoreRequest:
     min_context: int  # earlier bytes that each byte sees, if there are so many
 
 
+def most_bytes(config: ModelConfig) -> int:
+    """Return the most bytes of a prompt and its sample: a context, or several if the model carries state."""
+    return config.context * (CARRIED_CONTEXTS if config.carries else 1)
+
+
 def largest_body(config: ModelConfig, prompts: int) -> int:
-    """Return the most bytes of a body: for so many prompts of a full context, at 6 bytes each, and 16 KiB.
+    """Return the most bytes of a body: for so many prompts of ``most_bytes``, at 6 bytes each, and 16 KiB.
 
     It is at most 64 MiB, as a body and its content are in memory, but always enough for four prompts.
     """
-    longest = 6 * config.context
+    longest = 6 * most_bytes(config)
     return max(4 * longest, min(prompts * longest, 1 << 26)) + 16_384
 
 
@@ -71,17 +77,18 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
         ConfigError: a problem for each wrong field.
     """
     content = load_object(body)
-    problems = [*_unknown_fields(content, _FIELDS), *setting_problems(content)]
+    problems, room = [*_unknown_fields(content, _FIELDS), *setting_problems(content)], most_bytes(config)
     try:
-        prompt = _read_bytes(content, "prompt", config, config.context - 1, f"as the context has {config.context}")
+        prompt = _read_bytes(content, "prompt", config, room - 1, f"as the context has {room}")
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from None
-    fitting = min(max_bytes, config.context - len(prompt))
-    count = content.get("bytes", min(fitting, modality_named(config.embedding.modality).sample_bytes or fitting))
+    fitting = min(max_bytes, room - len(prompt))
+    default = modality_named(config.embedding.modality).sample_bytes or config.context
+    count = content.get("bytes", min(fitting, default))
     if type(count) is not int or not 1 <= count <= fitting:
         rule = f"must be an integer from 1 to {fitting}"
         if fitting < max_bytes:
-            rule += f": prompt and sample must fit in the context of {config.context}"
+            rule += f": prompt and sample must fit in the context of {room}"
         problems.append(Problem("bytes", rule, count))
     if problems:
         raise ConfigError(*problems)
@@ -100,16 +107,20 @@ def parse_score(body: bytes, config: ModelConfig) -> ScoreRequest:
     """Parse a request for a text's likelihood from its JSON body; raises like ``parse_request``."""
     content = load_object(body)
     problems = _unknown_fields(content, _SCORE_FIELDS)
-    most = MOST_CONTEXTS * config.context
+    contexts = CARRIED_CONTEXTS if config.carries else MOST_CONTEXTS
     try:
-        text = _read_bytes(content, "text", config, most, f"{MOST_CONTEXTS} contexts of {config.context}")
+        most = contexts * config.context
+        text = _read_bytes(content, "text", config, most, f"{contexts} contexts of {config.context}")
         if not text:
             problems.append(Problem("text", "is empty; give bytes to score"))
     except ConfigError as error:
         problems += error.problems
-    min_context = content.get("min_context", config.context // 2)
-    if type(min_context) is not int or not 0 <= min_context <= config.context // 2:
-        rule = f"must be an integer from 0 to {config.context // 2}, half the context"
+    most = 0 if config.carries else config.context // 2
+    min_context = content.get("min_context", most)
+    if type(min_context) is not int or not 0 <= min_context <= most:
+        rule = f"must be an integer from 0 to {most}, half the context"
+        if config.carries:
+            rule = "must be 0, as the model carries what came before; leave it out"
         problems.append(Problem("min_context", rule, min_context))
     if problems:
         raise ConfigError(*problems)

@@ -279,8 +279,10 @@ def sample(
 def _prefill(model: SparseTransformer, device: str, prompts: list[bytes], count: int) -> Session:
     """Create a session with these prompts, which have one length, and room for ``count`` bytes after them."""
     tokens = torch.tensor([list(prompt) for prompt in prompts], dtype=torch.int64, device=device)
-    session = Session(model, len(prompts), tokens.shape[1] + count, back=0)
-    session.prefill(tokens)
+    length = tokens.shape[1] + count
+    slides = length > model.config.context
+    session = Session(model, len(prompts), None if slides else length, back=0)
+    session.read(tokens) if slides else session.prefill(tokens)
     return session
 
 
@@ -288,15 +290,18 @@ def _prompt_scores(model: SparseTransformer, device: str, prompt: bytes, most: i
     """Score every byte of a prompt, including the first, which the start token predicts."""
     if most is None or not prompt:
         return [None] * len(prompt)
-    tokens = torch.tensor([list(prompt)], device=device)
-    with torch.inference_mode():
-        logits = model(tokens)[0]
     scores: list[Score | None] = []
-    for rows, targets in zip(logits.split(_ROWS_AT_ONCE), tokens[0].split(_ROWS_AT_ONCE), strict=True):
-        if not bool(rows.isfinite().all()):
-            raise FloatingPointError(_NO_NUMBERS)
-        logprobs = rows.double().log_softmax(-1).cpu()
-        scores += [score_byte(row, token, most) for row, token in zip(logprobs, targets.tolist(), strict=True)]
+    start = model.embedding.start
+    carried = model.new_carried(1, start.device, start.dtype) if model.config.carries else ()
+    for tokens in torch.tensor([list(prompt)], device=device).split(model.config.context, 1):
+        with torch.inference_mode():
+            output = model(tokens, return_extras=True, carried=carried)
+        carried = output.carried
+        for rows, targets in zip(output.rows[0].split(_ROWS_AT_ONCE), tokens[0].split(_ROWS_AT_ONCE), strict=True):
+            if not bool(rows.isfinite().all()):
+                raise FloatingPointError(_NO_NUMBERS)
+            logprobs = rows.double().log_softmax(-1).cpu()
+            scores += [score_byte(row, token, most) for row, token in zip(logprobs, targets.tolist(), strict=True)]
     return scores
 
 
@@ -317,6 +322,7 @@ def _sample_batch(jobs: Sequence[Job], session: Session, device: str, metrics: M
         generator=[torch.Generator(device).manual_seed(job.sample.seed) for job in jobs],
         adjust=lambda logits: _adjust(logits, jobs, logprobs),
         session=session,
+        slide=True,
     )
     rows = None  # all
     while jobs:

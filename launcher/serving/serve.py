@@ -40,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError('serve: needs aiohttp; pip install "longstride[serve]"')
     from longstride.launcher.serving.application import Limits, Service
+    from longstride.launcher.serving.request import most_bytes
 
     port, most, queue, timeout = arguments.port, arguments.max_bytes, arguments.queue, arguments.timeout
     contexts, name = arguments.contexts, arguments.name
@@ -66,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     if exported.has_palette:
         rule = "writes pixels of a palette, and serve is for models of bytes; `longstride sample` draws them"
         raise ConfigError(f"{arguments.model}: {rule}")
-    limits = Limits(min(most or config.context, config.context), queue, timeout, contexts)
+    room = most_bytes(config)
+    limits = Limits(min(most or room, room), queue, timeout, contexts)
     model = load_model(arguments.model, device, trust_code=arguments.trust_code)
     model.config.require_next_token()
     about = describe(exported, model, device)

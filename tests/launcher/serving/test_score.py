@@ -14,8 +14,8 @@ from longstride.launcher.generation.likelihood import likelihood
 from longstride.launcher.models import load_model
 from longstride.launcher.serving import sampler as sampler_module
 from longstride.launcher.serving.request import ScoreRequest, largest_body, parse_score
-from tests.harness.served import post_json, served
-from tests.harness.tiny_models import plain_config
+from tests.harness.served import alone, post_json, served
+from tests.harness.tiny_models import plain_config, random_export
 
 TEXT = "häh? " * 40  # 240 bytes, of a model whose context is 64
 
@@ -123,3 +123,32 @@ def test_every_text_that_may_be_scored_has_room_in_a_body() -> None:
 def test_byte_that_the_model_lacks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^text: contains byte 98; this model knows 0 to 97$"):
         parse_score(b'{"text": "ab"}', plain_config(vocabulary=98))
+
+
+def test_a_model_that_carries_state_is_served_texts_longer_than_its_context(tmp_path: Path) -> None:
+    """Samples, nats and scores of a prompt go on from context to context as on the command line."""
+    attention = [{"type": "transformer_xl", "memory": 32}, {"type": "recurrent", "stateful": True}]
+    folder = random_export(
+        tmp_path / "model", layers=2, embedding={"type": "text", "row_width": 8}, attention=attention
+    )
+    model, prompt = load_model(folder), TEXT.encode()[:150]
+    for shared in (False, True):
+        with served(folder, shared, max_bytes=64 * 64) as url:
+            for length in (0, 63, 64, 150):
+                start = base64.b64encode(prompt[:length]).decode()
+                _, answer = post_json(f"{url}sample", {"prompt_base64": start, "bytes": 90, "seed": 3})
+                lines = [json.loads(line) for line in answer.splitlines()]
+                sampled = b"".join(base64.b64decode(line["base64"]) for line in lines[1:-1])
+                assert sampled == alone(model, prompt[:length], 90, 3, slide=True), length
+            expected = likelihood(model, prompt, batch_size=1)
+            status, found = asked(url, text_base64=base64.b64encode(prompt).decode())
+            assert (status, found["min_context"], len(found["nats"])) == (200, 0, 150)
+            assert sum(found["nats"]) / 150 == pytest.approx(expected["loss_nats"], rel=1e-5)
+            fields = {"model": "model", "prompt": list(prompt[:140]), "max_tokens": 1, "echo": True, "logprobs": 1}
+            scores = asked(url, "v1/completions", **fields)[1]["choices"][0]["logprobs"]["token_logprobs"]
+            assert -sum(scores[1:140]) == pytest.approx(sum(found["nats"][1:140]), rel=1e-5)
+            rule = "maximum context length is 4096 tokens, which are bytes: the prompt has 140"
+            assert rule in asked(url, "v1/completions", **fields | {"max_tokens": 4000})[1]["error"]["message"]
+            assert asked(url, text="a", min_context=2)[1]["problems"] == [
+                {"field": "min_context", "rule": "must be 0, as the model carries what came before; leave it out"}
+            ]
