@@ -1,19 +1,22 @@
-"""Mixture of experts: a router chooses one or two of several feed-forwards for each row.
+"""Mixture of experts: a router chooses some of several feed-forwards for each row.
 
-After GShard (Lepikhin et al. 2020) and Switch (Fedus et al. 2021; the idea: Shazeer et al. 2017). Nothing is dropped
-and nothing padded: rows are sorted by their expert, and each expert computes the rows that chose it.
+After GShard (Lepikhin et al. 2020) and Switch (Fedus et al. 2021; the idea: Shazeer et al. 2017), or by thresholds (Sun
+et al. 2026, arXiv 2603.11535). Nothing is dropped and nothing padded: rows are sorted by their expert, and each expert
+computes the rows that chose it.
 
-Letters: B batch, N positions, R rows, C width, F inner width, E experts, k of them for a row, S = R·k sorted rows.
+Letters: B batch, N positions, R rows, C width, F inner width, E experts, k choices of a row, S sorted pairs of a row
+and one of its experts.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn import functional as F
 from typing_extensions import Self
 
@@ -33,15 +36,27 @@ from longstride.sparse_model.part import (
 )
 
 MOST_EXPERTS = 1 << 16
+DECAY = 0.99  # of the moving means of thresholds, as in the paper
 
 
 class ExpertsConfig(FeedForwardConfig):
     """Experts, each as wide as a dense feed-forward of the network."""
 
     supports: ClassVar = frozenset({"padding", "reversible", "sections"})
+    left_out_at_default = ("routing", "zero")
     type: Literal["experts"] = Field(description="experts, each as wide as a dense feed-forward")
     count: int = Field(ge=1, le=MOST_EXPERTS, description="experts")
-    top: int = Field(default=2, ge=1, le=2, description="experts for a row: 2 as GShard has it, 1 as Switch")
+    top: int = Field(
+        default=2,
+        ge=1,
+        le=MOST_EXPERTS,
+        description="experts for a row: 2 as GShard has it, 1 as Switch; or on average",
+    )
+    routing: Literal["top", "threshold"] = Field(
+        default="top",
+        description="threshold: an expert takes each row whose score exceeds the quantile that makes `top` on average",
+    )
+    zero: int = Field(default=0, ge=0, le=MOST_EXPERTS, description="choices beside the experts that add nothing")
     activation: Literal["sigmoid_gelu", "squared_relu", "gelu"] = Field(
         default="sigmoid_gelu", description="of each expert, as of a dense feed-forward"
     )
@@ -57,10 +72,23 @@ class ExpertsConfig(FeedForwardConfig):
     def _consistent(self) -> Self:
         if self.top > self.count:
             raise ConfigError.at("top", self.top, f"must be at most count {self.count}; nearest {self.count}")
+        if self.routing == "top":
+            if self.top > 2:
+                raise ConfigError.at("top", self.top, 'must be 1 or 2, or an average with "routing": "threshold"')
+            return self
+        if self.top == self.count:
+            rule = f"threshold routing leaves some of {self.count} experts out; take a smaller top, or more experts"
+            raise ConfigError.at("top", self.top, rule)
+        if self.zero:
+            raise ConfigError.at("zero", self.zero, "threshold routing already lets rows have no expert; leave it out")
+        if self.capacity is not None:
+            raise ConfigError.at("capacity", self.capacity, "threshold routing has no capacity; set it to null")
+        if self.balance not in (0, type(self).model_fields["balance"].default):
+            raise ConfigError.at("balance", self.balance, "threshold routing has no balance loss; leave it out")
         return self
 
     def make(self, network: NetworkConfig) -> Experts:
-        return Experts(network, self)
+        return (Experts if self.routing == "top" else ThresholdExperts)(network, self)
 
 
 class Router(Part):
@@ -86,6 +114,15 @@ class Router(Part):
         return F.linear(rows, self.weight.to(rows.dtype))
 
 
+class Choice(NamedTuple):
+    """The experts of each row."""
+
+    gates: Tensor  # (R, k), their weights; 0 for no expert
+    chosen: Tensor  # (R, k) int64, their numbers; E for no expert
+    auxiliary_loss: Tensor | None = None  # of a ``MixerOutput``
+    statistics: tuple[Tensor, ...] = ()
+
+
 class Experts(FeedForward):
     """Feed-forwards (section 5.2) of which each row uses one or two, weighted by a softmax.
 
@@ -95,6 +132,7 @@ class Experts(FeedForward):
     """
 
     part = "experts"
+    is_varied = False  # whether rows differ in how many experts they have
 
     def __init__(self, network: NetworkConfig, config: ExpertsConfig) -> None:
         super().__init__()
@@ -102,7 +140,7 @@ class Experts(FeedForward):
         self.activation, _ = ACTIVATIONS[config.activation]
         self.in_sections = config.capacity is not None  # arrivals are counted by position
         width, inner, bias = network.width, network.feed_forward_width, network.bias
-        self.router = Router(network, self.count)
+        self.router = Router(network, self.count + config.zero)
         self.expand = nn.Parameter(torch.empty(self.count, inner, width))
         self.expand_bias = nn.Parameter(torch.zeros(self.count * inner)) if bias else None
         self.contract = nn.Parameter(torch.empty(self.count, width, inner))
@@ -114,8 +152,8 @@ class Experts(FeedForward):
         draw(self.contract, self.network, self.network.feed_forward_width, into_stream=True)
 
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
-        """Map (B, N, C) to (B, N, C), in training with the auxiliary loss."""
-        gates, chosen, auxiliary_loss = self.route(h, context.real)
+        """Map (B, N, C) to (B, N, C), in training with the auxiliary loss or statistics."""
+        gates, chosen, auxiliary_loss, statistics = self.route(h, context.real)
         if torch.compiler.is_exporting():  # each expert computes all rows: shapes must not depend on the choice
             rows = h.flatten(0, 1)
             out = torch.zeros_like(rows)
@@ -123,18 +161,23 @@ class Experts(FeedForward):
                 weight = (gates * (chosen == expert)).sum(-1, keepdim=True).to(h.dtype)
                 out = out + self._by_expert(rows, expert) * weight
             return MixerOutput(out.view(h.shape))
-        if h.shape[1] == 1 and context.real is None and chosen.numel() <= self.count and not torch.is_grad_enabled():
-            sums = []  # one position of a few contexts, without sorting
-            for row, weights, experts in zip(h, gates.to(h.dtype), chosen.tolist(), strict=True):
-                terms = [self._by_expert(row, expert) * weight for weight, expert in zip(weights, experts, strict=True)]
-                sums.append(sum(terms[1:], terms[0]))
-            return MixerOutput(torch.stack(sums))
+        pairs = len(gates) * self.config.top
+        if h.shape[1] == 1 and context.real is None and pairs <= self.count and not torch.is_grad_enabled():
+            out = torch.zeros_like(h)  # one position of a few contexts, without sorting
+            for row, total, weights, experts in zip(h, out, gates.to(h.dtype), chosen.tolist(), strict=True):
+                for weight, expert in zip(weights, experts, strict=True):
+                    if expert < self.count:
+                        total += self._by_expert(row, expert) * weight
+            return MixerOutput(out, auxiliary_loss, statistics)
         parameters = (self.expand, self.expand_bias, self.contract, self.contract_bias)
-        long = dense.CHUNK_ROWS if chosen.numel() > dense.LONG_ROWS else None
-        out = SortedExperts.apply(h.flatten(0, 1), gates, chosen, *parameters, self.config.activation, long)
-        return MixerOutput(out.view(h.shape), auxiliary_loss)
+        long = dense.CHUNK_ROWS if pairs > dense.LONG_ROWS else None
+        # Listed outside of the function, which torch.compile does not let find out sizes.
+        orders = [pairs_by_expert(x, self.config.top) for x in chosen.split(long or pairs)] if self.is_varied else ()
+        options = (self.config.activation, long)
+        out = SortedExperts.apply(h.flatten(0, 1), gates, chosen, *parameters, *options, *orders)
+        return MixerOutput(out.view(h.shape), auxiliary_loss, statistics)
 
-    def route(self, h: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def route(self, h: Tensor, real: Tensor | None = None) -> Choice:
         """Choose the experts of each row of h (B, N, C), in fp32 (fp64 for fp64) whatever its precision.
 
         Args:
@@ -143,44 +186,46 @@ class Experts(FeedForward):
                 it; None: all are real.
 
         Returns:
-            - Their weights (R, k): a single expert has its probability (Fedus et al. 2021), two have theirs scaled to
-              sum to 1 (Lepikhin et al. 2020).
-            - Their numbers (R, k) int64, the more probable first; E for padding and for rows beyond the capacity.
-            - In training the auxiliary loss E·Σ f·P over experts, with f the share of rows that choose one first and P
-              its mean probability (Lepikhin et al. 2020, algorithm 1). With sequence parallelism it covers whole
-              contexts, and is the same on every process.
+            - Their weights: a single expert has its probability (Fedus et al. 2021), two have theirs scaled to sum to 1
+              (Lepikhin et al. 2020), also if one of the two is a zero expert.
+            - Their numbers, the more probable first; E for zero experts, padding and rows beyond the capacity.
+            - In training the auxiliary loss E·Σ f·P over experts, zero experts included, with f the share of rows that
+              choose one first and P its mean probability (Lepikhin et al. 2020, algorithm 1). With sequence parallelism
+              it covers whole contexts, and is the same on every process.
         """
-        config, wide = self.config, torch.promote_types(h.dtype, torch.float32)
+        config, wide, total = self.config, torch.promote_types(h.dtype, torch.float32), self.count + self.config.zero
         logits = self.router(h.flatten(0, 1).to(wide))
         probabilities = logits.softmax(-1)
         chosen = logits.topk(config.top).indices
         gates = probabilities.gather(-1, chosen)
         auxiliary, fits = None, None if real is None else real.reshape(-1, 1)
         if self.training and config.balance:
-            first = chosen[:, :1] == torch.arange(self.count, device=h.device)
+            first = chosen[:, :1] == torch.arange(total, device=h.device)
             if fits is None:
                 means = torch.stack([first.to(wide).mean(0), probabilities.mean(0)])
                 share, mean = self.division.sum(means).div(self.division.size)
             else:
-                count = fits.to(wide).sum(0).expand(self.count)
+                count = fits.to(wide).sum(0).expand(total)
                 sums = torch.stack([*(x.where(fits, 0.0).sum(0) for x in (first.to(wide), probabilities)), count])
                 share, mean, count = self.division.sum(sums)
                 share, mean = share / count, mean / count
-            auxiliary = config.balance * self.count * (share * mean).sum()
+            auxiliary = config.balance * total * (share * mean).sum()
         if self.training and config.capacity is not None:
             fits = self._within_capacity(chosen.view(len(h), -1), real)
         if fits is not None:
             gates, chosen = torch.where(fits, gates, 0.0), torch.where(fits, chosen, self.count)
         if config.top > 1:
             gates = gates / gates.sum(-1, keepdim=True).clamp_min(torch.finfo(wide).eps)
-        return gates, chosen, auxiliary
+        if config.zero:
+            gates, chosen = torch.where(chosen < self.count, gates, 0.0), chosen.clamp_max(self.count)
+        return Choice(gates, chosen, auxiliary)
 
     def work(self, positions: int, batch: int) -> Work:
-        """Count the router and the experts of each row. For long inputs the first half is computed again."""
-        top = self.config.top
+        """Count the router and each row's experts, in even use. For long inputs the first half is computed again."""
+        top, total = self.config.top, self.count + self.config.zero
         weights = (self.router.weight, self.expand, self.contract)
         router, expand, contract = (2 * positions * weight.numel() for weight in weights)
-        expand, contract = top * expand // self.count, top * contract // self.count
+        expand, contract = top * expand // total, top * contract // total
         long = batch * positions * top // self.division.size > dense.LONG_ROWS
         return Work(linear=router + expand + contract, again=expand if long else 0)
 
@@ -189,16 +234,16 @@ class Experts(FeedForward):
 
         An expert takes the first choices by position, and the more probable first within a position. So a row depends
         only on earlier rows of its own context. GShard takes all first choices before any second one, and a group may
-        hold several contexts: there a row's second choice depends on later rows.
+        hold several contexts: there a row's second choice depends on later rows. Zero experts are counted alike.
         """
-        capacity, top = self.config.capacity, self.config.top
+        capacity, top, total = self.config.capacity, self.config.top, self.count + self.config.zero
         assert capacity is not None
-        arrive = chosen[..., None] == torch.arange(self.count, device=chosen.device)  # (B, n·k, E)
-        room: int | Tensor = math.ceil(capacity * chosen.shape[1] * self.division.size / self.count)
+        arrive = chosen[..., None] == torch.arange(total, device=chosen.device)  # (B, n·k, E)
+        room: int | Tensor = math.ceil(capacity * chosen.shape[1] * self.division.size / total)
         if real is not None:
             counted = real.repeat_interleave(top, 1)[..., None]  # (B, n·k, 1)
             arrive = arrive & counted
-            room = (capacity * self.division.sum(counted.sum(1, keepdim=True)).double() / self.count).ceil()
+            room = (capacity * self.division.sum(counted.sum(1, keepdim=True)).double() / total).ceil()
         arrivals = arrive.cumsum(1)
         earlier = self.division.sum_before(arrivals[:, -1:]).expand_as(arrivals)  # of sections before this one
         before, within = (counts.gather(-1, chosen[..., None]) for counts in (earlier, arrivals))
@@ -215,13 +260,84 @@ class Experts(FeedForward):
         return F.linear(inner, self.contract[expert], contract)
 
 
+class ThresholdExperts(Experts):
+    """Experts that take each row whose score exceeds the expert's threshold (Sun et al. 2026, arXiv 2603.11535).
+
+    A threshold is the moving mean of the score above which ``top`` / E of a step's rows lie, so that rows have ``top``
+    experts on average. It is a buffer: a row's experts depend on that row alone, in training too, and no balance loss
+    is needed. An expert's weight is the sigmoid of its score, not normalised (appendix E.4). Before the first step,
+    rows take the ``top`` experts of the highest scores. (The paper begins with steps in which experts choose rows,
+    which reads later rows.) A mean begins anew if the expert took less than half or more than twice its share: no
+    gradient reaches an expert without rows, so a mean that lags must not last.
+
+    A quantile is no sum over ranks and micro-batches. So scores are counted by their distance from the threshold,
+    between edges that are finest at the threshold, and the quantile is interpolated between two edges.
+    """
+
+    is_varied = True
+    thresholds: Tensor  # (E,)
+    observations: Tensor  # (E,), how many steps they are the mean of
+
+    def __init__(self, network: NetworkConfig, config: ExpertsConfig) -> None:
+        super().__init__(network, config)
+        self.register_buffer("thresholds", torch.zeros(self.count))
+        self.register_buffer("observations", torch.zeros(self.count))
+
+    def route(self, h: Tensor, real: Tensor | None = None) -> Choice:
+        """Choose the experts of each row of h (B, N, C), in fp32 (fp64 for fp64) whatever its precision.
+
+        Args:
+            h: rows.
+            real: (B, N) bool, False where a row is padding: no expert computes it, and no threshold counts it; None:
+                all are real.
+        """
+        scores = self.router(h.flatten(0, 1).to(torch.promote_types(h.dtype, torch.float32)))  # (R, E)
+        best = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(self.config.top).indices, True)
+        taken = torch.where(self.observations > 0, scores > self.thresholds, best)
+        if real is not None:
+            taken = taken & real.reshape(-1, 1)
+        gates = torch.where(taken, scores.sigmoid(), 0.0)
+        chosen = torch.where(taken, torch.arange(self.count, device=h.device), self.count)
+        return Choice(gates, chosen, statistics=(self._counted(scores.detach(), real),) if self.training else ())
+
+    def observe(self, total: Tensor) -> None:
+        """Move the thresholds towards the quantiles of a step's scores, counted between the edges: (E, edges + 1)."""
+        edges = self._edges(total)
+        wanted = total.sum(-1, keepdim=True) * self.config.top / self.count
+        above = total.flip(-1).cumsum(-1).flip(-1)[:, 1:]  # (E, edges), how many scores lie above each
+        upper = (above > wanted).sum(-1, keepdim=True).clamp(1, len(edges) - 1)
+        more, fewer = above.gather(-1, upper - 1), above.gather(-1, upper)
+        share = ((more - wanted) / (more - fewer).clamp_min(1)).clamp(0, 1)
+        moved = torch.lerp(edges[upper - 1], edges[upper], share)[:, 0]
+        taken = above[:, len(edges) // 2, None]
+        is_off = (2 * taken < wanted) | (taken > 2 * wanted)
+        self.observations.copy_(self.observations.where(~is_off[:, 0], 0) + 1)
+        self.thresholds += moved * (1 - DECAY) / (1 - DECAY ** self.observations.to(total.dtype))
+
+    def _counted(self, scores: Tensor, real: Tensor | None) -> Tensor:
+        """Count the scores (R, E) of real rows between the edges around each threshold: (E, edges + 1)."""
+        edges = self._edges(scores)
+        counts = self.thresholds.new_zeros(self.count, len(edges) + 1)
+        place = torch.bucketize(scores - self.thresholds, edges)
+        place += torch.arange(self.count, device=scores.device) * counts.shape[1]
+        rows = torch.ones_like(scores) if real is None else real.reshape(-1, 1).expand_as(scores)
+        counts.view(-1).scatter_add_(0, place.flatten(), rows.flatten().to(counts.dtype))  # sums of ones: exact
+        return counts
+
+    def _edges(self, like: Tensor) -> Tensor:
+        """Return the distances between which scores are counted: ±2^-10 to ±2^4 in steps of √2, and 0."""
+        upper = torch.exp2(torch.arange(29, dtype=like.dtype, device=like.device) / 2 - 10)
+        return torch.cat([-upper.flip(0), upper.new_zeros(1), upper])
+
+
 class SortedExperts(torch.autograd.Function):
     """The weighted sum of each row's experts.
 
     Takes h (R, C), weights (R, k) and numbers (R, k) of experts, expand (E, F, C), its bias (E·F,) or None, contract
     (E, C, F), its bias (E·C,) or None, the kind of activation, and how many rows to compute at a time. With None it
-    computes all rows at once and saves the activation's input, which it otherwise computes twice. Returns (R, C).
-    Gradients of parameters are summed over chunks in fp32 (fp64 for fp64).
+    computes all rows at once and saves the activation's input, which it otherwise computes twice. If rows differ in
+    their number of experts, it also takes the pairs of each chunk, see ``pairs_by_expert``. Returns (R, C). Gradients
+    of parameters are summed over chunks in fp32 (fp64 for fp64).
     """
 
     @staticmethod
@@ -236,29 +352,31 @@ class SortedExperts(torch.autograd.Function):
         contract_bias: Tensor | None,
         kind: str,
         rows: int | None,
+        *orders: Tensor,
     ) -> Tensor:
         activation, _ = ACTIVATIONS[kind]
         pieces, saved = [], None
-        for x, gate, experts in zip(*(x.split(rows or len(h)) for x in (h, gates, chosen)), strict=True):
-            order, ends = _sorted(experts, len(expand))
+        chunks = (x.split(rows or len(h)) for x in (h, gates, chosen))
+        for number, (x, gate, experts) in enumerate(zip(*chunks, strict=True)):
+            order, ends = _sorted(experts, len(expand), orders[number] if orders else None)
             before = linear_of_groups(x.index_select(0, order // chosen.shape[1]), expand.mT, expand_bias, ends)
             out = linear_of_groups(activation(before), contract.mT, contract_bias, ends)
-            pieces.append(_summed(out.mul_(gate.flatten()[order, None]), order, chosen.shape[1]))
+            pieces.append(_summed(out.mul_(gate.flatten()[order, None]), order, experts, bool(orders)))
             saved = None if rows else before
-        ctx.save_for_backward(h, gates, chosen, expand, expand_bias, contract, contract_bias, saved)
+        ctx.save_for_backward(h, gates, chosen, expand, expand_bias, contract, contract_bias, saved, *orders)
         ctx.kind, ctx.rows = kind, rows
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        h, gates, chosen, expand, expand_bias, contract, contract_bias, saved = ctx.saved_tensors
+        h, gates, chosen, expand, expand_bias, contract, contract_bias, saved, *orders = ctx.saved_tensors
         _, activation_and_slope = ACTIVATIONS[ctx.kind]
         count, top = len(expand), chosen.shape[1]
         totals: list[Tensor] = []
         grads_h, grads_gates = [], []
         chunks = (x.split(ctx.rows or len(h)) for x in (h, gates, chosen, grad_out))
-        for chunk, gate, experts, grad_chunk in zip(*chunks, strict=True):
-            order, ends = _sorted(experts, count)
+        for number, (chunk, gate, experts, grad_chunk) in enumerate(zip(*chunks, strict=True)):
+            order, ends = _sorted(experts, count, orders[number] if orders else None)
             x, grad = (rows.index_select(0, order // top) for rows in (chunk, grad_chunk))
             before = linear_of_groups(x, expand.mT, expand_bias, ends) if saved is None else saved
             inner, slope = activation_and_slope(before)
@@ -275,8 +393,8 @@ class SortedExperts(torch.autograd.Function):
             ]
             wide = [x if ctx.rows is None else x.to(gates.dtype) for x in gradients]
             totals = [total.add_(x) for total, x in zip(totals, wide, strict=True)] if totals else wide
-            grads_h.append(_summed(linear_of_groups(grad_before, expand, None, ends), order, top))
-            grads_gates.append(torch.empty_like(grad_gate).scatter_(0, order, grad_gate).view(-1, top))
+            grads_h.append(_summed(linear_of_groups(grad_before, expand, None, ends), order, experts, bool(orders)))
+            grads_gates.append(torch.zeros_like(gate.flatten()).scatter_(0, order, grad_gate).view(-1, top))
         grad_expand, grad_expand_bias, grad_contract, grad_contract_bias = (total.to(h.dtype) for total in totals)
         return (
             torch.cat(grads_h),
@@ -288,17 +406,23 @@ class SortedExperts(torch.autograd.Function):
             None if contract_bias is None else grad_contract_bias.flatten(),
             None,
             None,
+            *len(orders) * [None],
         )
 
 
-def _sorted(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sort the choices (R, k) by expert: their order (S,), and where each expert's end, (E,) int32."""
+def _sorted(experts: Tensor, count: int, order: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sort the choices (R, k) by expert: their order (S,), unless it is known, and each expert's end, (E,) int32."""
+    if order is not None:
+        return order, (experts < count).sum(0).cumsum(0, dtype=torch.int32)
     experts, order = experts.flatten().sort(stable=True)
     return order, torch.searchsorted(experts, torch.arange(count, device=order.device), right=True, out_int32=True)
 
 
-def _summed(rows: Tensor, order: Tensor, top: int) -> Tensor:
-    """Add up sorted rows (S, C) to the rows that they were sorted from, (R, C)."""
+def _summed(rows: Tensor, order: Tensor, experts: Tensor, is_varied: bool) -> Tensor:
+    """Add up sorted rows (S, C) to the rows that they were sorted from by ``experts`` (R, k): (R, C)."""
+    top = experts.shape[1]
+    if is_varied:
+        return sums_of_pairs(rows, order // top, len(experts))
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).view(-1, top)
     out = rows.index_select(0, places[:, 0])
     for number in range(1, top):
@@ -308,6 +432,37 @@ def _summed(rows: Tensor, order: Tensor, top: int) -> Tensor:
 
 # Custom operations, because the number of rows of an expert depends on the data: torch.compile and a dry run need fixed
 # shapes.
+
+
+@torch.library.custom_op("longstride::pairs_by_expert", mutates_args=())
+def pairs_by_expert(experts: Tensor, average: int) -> Tensor:
+    """Return where ``experts`` (R, E) is below E, by column: (S,) int64 in its flattened form.
+
+    On fake tensors without shapes to be found out, S is R times ``average``.
+    """
+    columns, rows = (experts.mT < experts.shape[1]).nonzero().unbind(1)
+    return rows * experts.shape[1] + columns
+
+
+@pairs_by_expert.register_fake
+def _pairs_by_expert_fake(experts: Tensor, average: int) -> Tensor:
+    try:
+        return experts.new_empty(torch.library.get_ctx().new_dynamic_size())
+    except DynamicOutputShapeException:  # a dry run
+        return experts.new_empty(experts.shape[0] * average)
+
+
+@torch.library.custom_op("longstride::sums_of_pairs", mutates_args=())
+def sums_of_pairs(x: Tensor, numbers: Tensor, rows: int) -> Tensor:
+    """Add up x (S, C) to the rows of these ``numbers`` (S,), in a fixed order: (R, C), R = ``rows``."""
+    numbers, order = numbers.sort(stable=True)
+    starts = torch.searchsorted(numbers, torch.arange(rows, device=numbers.device))
+    return F.embedding_bag(order, x, starts, mode="sum")
+
+
+@sums_of_pairs.register_fake
+def _sums_of_pairs_fake(x: Tensor, numbers: Tensor, rows: int) -> Tensor:
+    return x.new_empty(rows, x.shape[1])
 
 
 @torch.library.custom_op("longstride::linear_of_groups", mutates_args=())

@@ -285,6 +285,13 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "bias": False,
         "feed_forward": {"type": "experts", "count": 3, "top": 1, "activation": "squared_relu", "capacity": 1.25},
     },
+    "experts by thresholds": {"feed_forward": {"type": "experts", "count": 4, "top": 1, "routing": "threshold"}},
+    "zero experts": {
+        "reversible": True,
+        "feed_forward": [
+            {"type": "experts", "count": 3, "zero": 2}, {"type": "experts", "count": 2, "top": 1, "zero": 1},
+        ],
+    },
 }  # fmt: skip
 
 # Networks that read both sides, under the objective that needs them to.

@@ -14,22 +14,29 @@ from torch.nn import functional as F
 from longstride.launcher.engine.muon import matrices_in
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from longstride.sparse_model.feed_forwards import dense, experts
-from longstride.sparse_model.feed_forwards.experts import Experts, ExpertsConfig
+from longstride.sparse_model.feed_forwards.experts import Experts, ExpertsConfig, ThresholdExperts
 from tests.harness.configs import small
 from tests.harness.stochastic import assert_rounding_explains, with_gradients
 
 COUNT, WIDTH, INNER = 4, 16, 24
 
 
-def make(network: ModelConfig | None = None, dtype: torch.dtype = torch.float64, **changes: Any) -> Experts:
-    """Experts in training, every parameter of which matters."""
+def make(network: ModelConfig | None = None, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """Experts in training, every parameter of which matters; with thresholds of one observation."""
     network = network or small(width=WIDTH, feed_forward_ratio=INNER / WIDTH)
     asked = {"type": "experts", "count": COUNT, **changes}
-    module = Experts(network, ExpertsConfig.model_validate(asked))
+    module = ExpertsConfig.model_validate(asked).make(network)
     random = torch.Generator().manual_seed(0)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=random)
-    return module.to(dtype)
+    module = module.to(dtype)
+    if isinstance(module, ThresholdExperts):
+        observe(module, rows(dtype, network.width).detach() + 0.3)
+    return module
+
+
+def observe(module: Any, h: Tensor, **options: Any) -> None:
+    module.observe(module.route(h, **options).statistics[0].double())
 
 
 def rows(dtype: torch.dtype = torch.float64, width: int = WIDTH) -> Tensor:
@@ -40,18 +47,21 @@ def rows(dtype: torch.dtype = torch.float64, width: int = WIDTH) -> Tensor:
 def by_definition(module: Experts, h: Tensor) -> tuple[Tensor, Tensor]:
     """(B, N, C) and the auxiliary loss: every expert computes every row, and what is not chosen counts nothing."""
     config = module.config
-    probabilities = (h @ module.router.weight.mT).softmax(-1)
-    chosen = probabilities.argsort(-1, descending=True)[..., : config.top]
+    scores, total = h @ module.router.weight.mT, config.count + config.zero
+    probabilities = scores.softmax(-1) if config.routing == "top" else scores.sigmoid()
+    chosen = scores.argsort(-1, descending=True)[..., : config.top]
     weights = torch.zeros_like(probabilities)
-    room = math.inf if config.capacity is None else math.ceil(config.capacity * config.top * h.shape[1] / config.count)
+    room = math.inf if config.capacity is None else math.ceil(config.capacity * config.top * h.shape[1] / total)
     for context in range(len(h)):
-        taken = [0] * config.count
+        taken = [0] * total
         for position in range(h.shape[1]):
             for expert in chosen[context, position].tolist():
                 taken[expert] += 1
                 if taken[expert] <= room:
                     weights[context, position, expert] = probabilities[context, position, expert]
-    if config.top == 2:
+    if isinstance(module, ThresholdExperts) and module.observations.any():
+        weights = probabilities * (scores > module.thresholds)
+    elif config.routing == "top" and config.top == 2:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(h.dtype).eps)
     out: Any = 0
     for expert in range(config.count):
@@ -61,11 +71,26 @@ def by_definition(module: Experts, h: Tensor) -> tuple[Tensor, Tensor]:
         )
         inner = module.activation(F.linear(h, module.expand[expert], expand_bias))
         out = out + weights[..., expert : expert + 1] * F.linear(inner, module.contract[expert], contract_bias)
-    share = F.one_hot(chosen[..., 0], config.count).to(h.dtype).mean((0, 1))
-    return out, config.balance * config.count * (share * probabilities.mean((0, 1))).sum()
+    share = F.one_hot(chosen[..., 0], total).to(h.dtype).mean((0, 1))
+    return out, config.balance * total * (share * probabilities.mean((0, 1))).sum()
 
 
-@pytest.mark.parametrize("changes", [{}, {"top": 1}, {"capacity": 0.75}, {"top": 1, "capacity": 0.75}], ids=str)
+THRESHOLD = {"routing": "threshold", "balance": 0}
+DEFINED: list[dict[str, Any]] = [
+    {},
+    {"top": 1},
+    {"capacity": 0.75},
+    {"top": 1, "capacity": 0.75},
+    {"zero": 2},
+    {"zero": 3, "top": 1, "capacity": 1.0},
+    {"zero": 1, "capacity": 0.75},
+    THRESHOLD,
+    {**THRESHOLD, "count": 9, "top": 4},
+    {**THRESHOLD, "count": 2, "top": 1},
+]
+
+
+@pytest.mark.parametrize("changes", DEFINED, ids=str)
 @pytest.mark.parametrize(("bias", "chunk"), [(True, None), (False, 7), (True, 7)])
 def test_experts_give_what_their_definition_gives(
     changes: dict[str, Any], bias: bool, chunk: int | None, monkeypatch: pytest.MonkeyPatch
@@ -76,19 +101,93 @@ def test_experts_give_what_their_definition_gives(
     module = make(small(width=WIDTH, feed_forward_ratio=INNER / WIDTH, bias=bias), activation="squared_relu", **changes)
     inputs = [rows(), *module.parameters()]
 
-    def joined(out: Tensor, auxiliary: Tensor) -> Tensor:
-        return torch.cat([out.flatten(), auxiliary.view(1)])
+    def joined(out: Tensor, auxiliary: Tensor | None) -> Tensor:
+        return torch.cat([out.flatten(), out.new_zeros(1) if auxiliary is None else auxiliary.view(1)])
 
-    found = with_gradients(lambda h, *_: joined(*module(h)[:2]), inputs)
-    wanted = with_gradients(lambda h, *_: joined(*by_definition(module, h)), inputs)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    def agree() -> None:
+        found = with_gradients(lambda h, *_: joined(*module(h)[:2]), inputs)
+        wanted = with_gradients(lambda h, *_: joined(*by_definition(module, h)), inputs)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+    agree()
+    if isinstance(module, ThresholdExperts):
+        assert len(set((module.route(rows()).chosen < module.count).sum(-1).tolist())) > 1
+        module.observations.zero_()  # before the first step
+        agree()
+
+
+@pytest.mark.parametrize("changes", DEFINED, ids=str)
+def test_one_position_without_gradients_is_what_it_is_with_them(changes: dict[str, Any]) -> None:
+    module = make(**changes).eval()
+    for h in rows().detach()[:1].split(1, 1):
+        with torch.no_grad():
+            found = module(h).rows
+        torch.testing.assert_close(found, module(h.requires_grad_()).rows.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_thresholds_move_towards_quantiles() -> None:
+    """By the moving mean's share of a distance that edges a factor of √2 apart bound; they end on the quantile."""
+    module, h = make(**THRESHOLD, count=5, top=2), rows().detach()
+    module.thresholds.zero_()
+    module.observations.zero_()
+    edges = module._edges(h)
+    assert len(edges) == 59 and edges[[0, 29, -1]].tolist() == [-16, 0, 16]
+    scores = h.flatten(0, 1) @ module.router.weight.mT
+    for step in range(1, 4):
+        distance = (step * scores).quantile(1 - 2 / 5, dim=0) - module.thresholds
+        before, share = module.thresholds.clone(), 0.01 / (1 - 0.99**step)
+        observe(module, step * h)
+        spread = (step * scores).sort(0).values.diff(dim=0)[22:26].amax(0)  # between scores around it
+        error = (module.thresholds - before - share * distance).abs()
+        assert (error <= share * (0.42 * distance.abs() + spread + 2**-10)).all()
+    for _ in range(2000):
+        observe(module, h)
+    shares = (scores > module.thresholds).double().mean(0)
+    torch.testing.assert_close(shares, torch.full((5,), 2 / 5).double(), rtol=0, atol=1 / len(scores))
+
+
+def test_padding_is_not_counted_and_evaluation_observes_nothing() -> None:
+    module, h = make(**THRESHOLD), rows().detach()
+    real = torch.arange(20).expand(2, -1) < torch.tensor([[20], [7]])
+    choice = module.route(h, real)
+    assert choice.statistics[0].sum(1).tolist() == [27] * COUNT
+    assert (choice.chosen[~real.flatten()] == COUNT).all()
+    alone = sum(module.route(h[b : b + 1, :n]).statistics[0] for b, n in ((0, 20), (1, 7)))
+    assert torch.equal(choice.statistics[0], alone)
+    assert module.eval()(h).statistics == ()
+
+
+def test_shares_come_near_their_average_in_a_training() -> None:
+    """And top-2 with zero experts, which the balance loss makes used alike."""
+    model: Any = SparseTransformer(
+        small(
+            layers=2,
+            feed_forward=[{"type": "experts", "count": 8, **THRESHOLD}, {"type": "experts", "count": 3, "zero": 1}],
+        )
+    )
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    part = model.blocks[0].feed_forward
+    taken: list[Tensor] = []
+    part.register_forward_hook(lambda module, inputs, _: taken.append(module.route(inputs[0]).chosen))
+    for _ in range(150):
+        start, step = torch.randint(256, (2, 8, 1))
+        tokens = (start + torch.arange(40) * (step % 7)) % 256
+        output = model(tokens, return_nats=True, return_extras=True)
+        (output.rows.mean() + output.auxiliary_loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        part.observe(output.statistics[0].double())
+    chosen = torch.stack(taken[-50:])
+    shares = torch.stack([(chosen == expert).double().sum() for expert in range(8)]) / chosen[..., 0].numel()
+    assert shares.tolist() == pytest.approx([2 / 8] * 8, abs=0.1)
 
 
 @pytest.mark.parametrize("top", [1, 2])
 def test_weights_and_balance_are_those_of_deepspeeds_gating(top: int) -> None:
     """Where it drops nothing and draws nothing."""
     module, h = make(balance=1.0, top=top), rows(torch.float32)
-    gates, chosen, auxiliary = module.float().route(h)
+    gates, chosen, auxiliary, _ = module.float().route(h)
     logits = h.flatten(0, 1) @ module.router.weight.mT
     if top == 1:
         balance, combine, *_ = top1gating(logits, 1.0, 0, drop_tokens=False, use_rts=False)
@@ -129,7 +228,7 @@ def test_one_expert_is_the_dense_feed_forward(dtype: torch.dtype) -> None:
 
 def test_the_router_computes_in_fp32() -> None:
     module, h = make(dtype=torch.bfloat16), rows(torch.bfloat16)
-    gates, chosen, auxiliary = module.route(h)
+    gates, chosen, auxiliary, _ = module.route(h)
     probabilities = (h.float().flatten(0, 1) @ module.router.weight.float().mT).softmax(-1)
     assert gates.dtype == auxiliary.dtype == torch.float32
     expected = probabilities.gather(1, chosen)
@@ -147,6 +246,26 @@ def test_an_expert_without_rows_has_gradients_of_zero() -> None:
         assert parameter.grad is not None
     grad = module.expand.grad
     assert [bool(each.any()) for each in grad] == [False, False, True, False]
+
+
+@pytest.mark.parametrize("changes", [{"zero": 2}, {"zero": 2, "top": 1}, THRESHOLD], ids=str)
+def test_a_rows_experts_depend_on_that_row_alone(changes: dict[str, Any]) -> None:
+    """In training too, to the bit."""
+    module, h = make(**changes), rows().detach()
+    changed = torch.cat([h[:, :10], -h[:, 10:]], 1)
+    assert torch.equal(
+        module.route(h).gates.view(2, 20, -1)[:, :10], module.route(changed).gates.view(2, 20, -1)[:, :10]
+    )
+    assert torch.equal(module(h).rows[:, :10], module(changed).rows[:, :10])
+
+
+def test_a_row_of_zero_experts_gets_nothing() -> None:
+    module, h = make(zero=2), rows()
+    with torch.no_grad():
+        module.router.weight[:COUNT] = 0
+        module.router.weight[COUNT:] = h[0, 0]
+    out = module(h[:, :1]).rows
+    assert not out[0].any() and (module.route(h).gates[0] == 0).all()
 
 
 @pytest.mark.parametrize("capacity", [0.5, 1.25])
@@ -183,6 +302,13 @@ def test_operations_are_as_torch_wants_them() -> None:
     ends = torch.tensor([3, 3, 8], dtype=torch.int32)
     torch.library.opcheck(torch.ops.longstride.linear_of_groups.default, (x, weights, bias, ends))
     torch.library.opcheck(torch.ops.longstride.gradients_of_groups.default, (x, torch.randn(10, 5), ends, 3))
+    taken = torch.tensor([[0, 3, 2], [3, 3, 3], [0, 1, 3]])
+    assert experts.pairs_by_expert(taken, 2).tolist() == [0, 6, 7, 2]
+    torch.library.opcheck(torch.ops.longstride.pairs_by_expert.default, (taken, 2))
+    numbers = torch.tensor([0, 2, 2, 0])
+    wanted = torch.zeros(3, 4).index_add(0, numbers, x[:4])
+    torch.testing.assert_close(experts.sums_of_pairs(x[:4], numbers, 3), wanted)
+    torch.library.opcheck(torch.ops.longstride.sums_of_pairs.default, (x[:4], numbers, 3))
 
 
 def test_each_expert_is_a_matrix_and_biases_are_vectors() -> None:
@@ -203,3 +329,12 @@ def test_first_values_are_those_of_dense_parts() -> None:
     std = (0.125 / 256) ** 0.5
     assert own == pytest.approx([std, std / 2 / 4**0.5, std / 10], rel=0.05)
     assert not module.expand_bias.any() and not module.contract_bias.any()
+
+
+def test_rows_without_any_expert_have_gradients_of_zero() -> None:
+    module, h = make(**THRESHOLD), rows()
+    module.thresholds.fill_(1e9)
+    out = module(h).rows
+    assert not out.any()
+    out.sum().backward()
+    assert not any(parameter.grad.any() for parameter in module.parameters()) and not h.grad.any()

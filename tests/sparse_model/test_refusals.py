@@ -173,8 +173,17 @@ CASES: list[Case] = [
     ]),
     *of("feed_forward", "experts", [
         ({"count": 1}, "top=2: must be at most count 1; nearest 1"),
-        ({"top": 3}, "top=3: must be less than or equal to 2"),
+        ({"top": 3}, "top=3: must be 1 or 2, or an average with"),
         ({"capacity": 0.0}, "capacity=0.0: must be greater than 0"),
+        ({"zero": -1}, "zero=-1: must be greater than or equal to 0"),
+        ({"routing": "thresholds"}, 'routing="thresholds": must be '),
+        *(({"routing": "threshold", **changes}, line) for changes, line in [
+            ({"zero": 1}, "zero=1: threshold routing already lets rows have no expert; leave it out"),
+            ({"capacity": 1.0}, "capacity=1.0: threshold routing has no capacity; set it to null"),
+            ({"balance": 0.5}, "balance=0.5: threshold routing has no balance loss; leave it out"),
+            ({"top": 8}, "top=8: threshold routing leaves some of 8 experts out; take a smaller top"),
+            ({"top": 9}, "top=9: must be at most count 8; nearest 8"),
+        ]),
     ], count=8),
     *(({"ngrams": {"rows": 8, **tables}}, f"ngrams.{line}") for tables, line in [
         ({"rows": 2**29}, "rows=536870912: of 5 orders must be below 2**31 in all; at most 429496729"),
