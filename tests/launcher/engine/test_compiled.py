@@ -18,6 +18,11 @@ COMPILED = ("train.compile=true", "model.backend=auto")
 RUNS = {f"zero{stage}_{precision}": () for stage in range(4) for precision in ("fp32", "bf16", "fp16")}
 RUNS |= {f"zero{stage}_bf16-recomputed": ("train.activation_checkpointing=true",) for stage in range(4)}
 RUNS |= {f"{name}-experts": (EXPERTS, *RUNS[name]) for name in ("zero0_fp32", "zero1_bf16", "zero3_bf16-recomputed")}
+THRESHOLD, ZERO = (
+    '{"type": "experts", "count": 4, "routing": "threshold"}',
+    '{"type": "experts", "count": 3, "zero": 1}',
+)
+RUNS["zero1_bf16-thresholds"] = (f"model.feed_forward=[{THRESHOLD}, {ZERO}]",)
 RUNS["zero1_bf16-stages"] = (schedule(4),)
 RUNS["zero0_fp32-padded"] = (EXPERTS, ROUTING, "data.packing=false", "data.hop=48")
 IN_SHORT = "zero3_bf16-recomputed"  # the stage that gathers parameters block by block, forward and backward

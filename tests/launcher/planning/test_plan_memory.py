@@ -48,6 +48,10 @@ HALF_SIZE = ("model.dropout=0", "model.feed_forward_ratio=2", "model.query_key_r
 LATER_PARTS = tuple(f"model.{name}={json.dumps(value)}" for name, value in LATER.items())
 ALL_SCORES = ('model.attention={"type": "synthesizer", "kind": ["factorized_dense", "random", "attention"]}',)
 EXPERTS = ('model.feed_forward={"type": "experts", "count": 4}',)
+THRESHOLDS = (  # before the first step, rows have as many as on average
+    'model.feed_forward=[{"type": "experts", "count": 4, "routing": "threshold"}, '
+    '{"type": "experts", "count": 2, "zero": 1}]',
+)
 LOCAL, SCORED = '{"type": "local", "window": 16}', '{"type": "synthesizer", "kind": ["factorized_dense", "attention"]}'
 FIXED = '{"type": "synthesizer", "kind": ["random", "factorized_random"], "fixed": true}'
 SANDWICH = (f"model.attention=[{LOCAL}, {SCORED}]", "model.order=s2 (sf)4 f2")
@@ -74,7 +78,7 @@ CARRIED = (
     "data.shuffle_bytes=0",
 )
 STATES = (CARRIED, MEMORY, RECURRENT, DELTA, COMPRESSED, NSA)
-PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, HASHED, MATCHED, SHARED, *STATES)
+PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, THRESHOLDS, HASHED, MATCHED, SHARED, *STATES)
 CASES = [(name, more) for name in DTYPES for more in ((), *PARTS, *MIXTURES)]
 DEFAULT_CASES = (
     ("fp32", ()),
@@ -83,6 +87,7 @@ DEFAULT_CASES = (
     ("bf16", ALL_SCORES),
     ("bf16", ONE_LARGE),
     ("fp32", EXPERTS_IN_TURN),
+    ("bf16", THRESHOLDS),
     ("fp32", HASHED),
     ("bf16", MATCHED),
     ("bf16", RECURRENT),
