@@ -1,8 +1,8 @@
 """The Sparse Transformer: ``SparseTransformer(ModelConfig.model_validate({...}))``, and sampling from it.
 
 Exports the model and its configuration, the sequence-parallel division, the base class of all configurations,
-``Session`` and ``generate`` for inference, the inputs, outputs and costs of blocks, and n-gram tables, which a trainer
-may store elsewhere.
+``Session`` and ``generate`` for inference, the inputs, outputs and costs of blocks, and n-gram tables and experts,
+which a trainer may store elsewhere.
 """
 
 import longstride
@@ -12,6 +12,7 @@ if __name__ == "sparse_model":
 else:
     from longstride.sparse_model.config import BlockConfig, ImageEmbedding, ModelConfig
     from longstride.sparse_model.division import Division
+    from longstride.sparse_model.feed_forwards.experts import Experts, ExpertsConfig
     from longstride.sparse_model.generation import generate, wrong_settings
     from longstride.sparse_model.ngrams import Ngrams, add_rows
     from longstride.sparse_model.part import BlockContext, MixerOutput, Work

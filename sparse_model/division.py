@@ -245,6 +245,19 @@ class Division:
         )
         return out
 
+    def swap_counts(self, counts: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+        """Send row u of counts (U, n) int64 to process u; return what was sent and received, on the host."""
+        received = counts if self.size == 1 else self.swap(counts)
+        sent, arriving = torch.stack([counts, received]).tolist()
+        return sent, arriving
+
+    def swap_rows(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send the next ``sent[u]`` rows to process u, as ``swap`` does, with a gradient."""
+        there = functools.partial(_swap_rows, sent=sent, received=received)
+        back = functools.partial(_swap_rows, sent=received, received=sent)
+        (out,) = self._exchanged(there, back, rows)
+        return out
+
     def swap_parts(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Send row u of each of several tensors (U, …) of one dtype to process u, in one exchange."""
         widths = [part[0].numel() for part in parts]
@@ -377,6 +390,10 @@ def _add_sent_rows(
         for (heads, places_in), added in zip(places, rows.split(reads.sent, 1), strict=True):
             total[:, heads, places_in] += added
     return totals
+
+
+def _swap_rows(division: Division, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor]:
+    return (division.swap(rows, sent, received),)
 
 
 def _mean_of_sum(division: Division, values: Tensor) -> tuple[Tensor]:

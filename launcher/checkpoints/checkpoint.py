@@ -285,7 +285,8 @@ def _layout_keys(config: RunConfig) -> tuple[object, ...]:
     zero, accumulation = section.get("zero_optimization", {}), section.get("data_types", {}).get("grad_accum_dtype")
     orders = [zero.get(key) or None for key in ("round_robin_gradients", "parameter_alignment", "sub_group_size")]
     optimizer = train.optimizer and train.optimizer.type
-    return (config.zero_stage, config.precision, train.sequence_parallel, optimizer, accumulation, *orders)
+    groups = train.sequence_parallel, train.expert_parallel
+    return (config.zero_stage, config.precision, *groups, optimizer, accumulation, *orders)
 
 
 def _processes(count: int, sequence_parallel: int | None) -> str:

@@ -28,7 +28,7 @@ from longstride.launcher.ranks import Ranks
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # of the engine
 SCHEDULE = ("last_epoch", "_step_count")  # its position in the learning-rate schedule
-MASTER = "fp32"
+MASTER = states.MASTER
 KINDS = (MASTER, *chain.from_iterable(states.MOMENTS), AVERAGE)  # keys of the optimiser's state
 _SHARD = re.compile(rf"{DEEPSPEED_TAG}/(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL = re.compile(rf"{DEEPSPEED_TAG}/(?:zero_pp_rank_0_)?mp_rank_00_model_states\.pt")
@@ -74,6 +74,10 @@ class SavedState:
         self.shapes: dict[str, torch.Size] = {}
         self._pieces: dict[str, list[_Piece]] = {}
         self.loss_scale: dict[str, float] | None = None  # None: not dynamic
+        # Files of `train.expert_parallel` are numbered after those of the ranks.
+        self._expert_files = range(0)
+        if size := checkpoint.config.train.expert_parallel:
+            self._expert_files = range(self._manifest.world_size, self._manifest.world_size + size)
         self.tables = None if checkpoint.config.model.ngrams is None else SavedTables(checkpoint)
         with refuse_foreign_content(self._folder):
             self._map()
@@ -85,15 +89,18 @@ class SavedState:
                 raise self._broken(f"without the weights {', '.join(missing)}")
             self._kinds: dict[str, tuple[str, ...]] = {}
             first = self._shard(0)
+            shards = [first] + ([self._shard(self._expert_files[0])] if self._expert_files else [])
             for name in self.shapes:
-                state = first.states.get(self._pieces[name][0].vector, {})
+                rank, vector, *_ = self._pieces[name][0]
+                state = shards[rank in self._expert_files].states.get(vector, {})
                 self._kinds[name] = tuple(kind for kind in KINDS if kind == MASTER or kind in state)
             self.kinds = tuple(kind for kind in KINDS if any(kind in kinds for kinds in self._kinds.values()))
             averaged = {AVERAGE in kinds for kinds in self._kinds.values()}
             moments = {tuple(kind for kind in kinds if kind not in (MASTER, AVERAGE)) for kinds in self._kinds.values()}
             if len(averaged) > 1 or not (moments == {()} or moments <= set(states.MOMENTS)):
                 raise self._broken("only some parameters have the optimiser's state or the average")
-            steps = {float(state["step"]) for state in first.states.values() if "step" in state}
+            states_of_all = chain.from_iterable(shard.states.values() for shard in shards)
+            steps = {float(state["step"]) for state in states_of_all if "step" in state}
             if len(steps) > 1:
                 raise self._broken(f"Adam's steps differ: {sorted(steps)}")
             self.adam_step = steps.pop() if steps else None  # None before the first
@@ -146,11 +153,15 @@ class SavedState:
             for number, (name, master) in enumerate(zip(self._names, masters, strict=True)):
                 self.shapes[name] = master.shape
                 self._pieces[name] = [_Piece(0, number, 0, master.numel())]
+        if self._expert_files:
+            self._lay_out_experts()
         self._check_storage(self.buffers.values())
 
     def _shard(self, rank: int) -> _Shard:
         """Open the file of a rank, at its first use. ConfigError if it does not fit the first rank's."""
-        if rank not in self._shards:
+        if rank not in self._shards and rank in self._expert_files:
+            self._shards[rank] = self._expert_shard(rank)
+        elif rank not in self._shards:
             content = self._read(self._files[rank])["optimizer_state_dict"]
             weights = self._manifest.zero_stage == 3
             masters = content["fp32_flat_groups" if weights else "single_partition_of_fp32_groups"]
@@ -255,6 +266,34 @@ class SavedState:
                 self._pieces[name] = [_Piece(rank, vector, start, start + size) for rank in range(len(self._files))]
                 offset += size
 
+    def _lay_out_experts(self) -> None:
+        """Locate the experts that P ranks saved in files of their own, see ``ParallelExperts.share``."""
+        first = self._shard(self._expert_files[0])
+        for vector, (name, master) in enumerate(zip(first.content, first.masters, strict=True)):
+            self.shapes[name] = torch.Size((len(master) * len(self._expert_files), *master.shape[1:]))
+            self._pieces[name] = [_Piece(number, vector, 0, master.numel()) for number in self._expert_files]
+
+    def _expert_shard(self, number: int) -> _Shard:
+        """Open a file of experts. ConfigError if it is missing, or does not fit the first one."""
+        name = share_name("experts", number - self._expert_files[0])
+        if name not in self._manifest.files:
+            raise self._broken(f"lacks {name}, which holds experts of its model")
+        tensors = _read_tensors(self._folder / name)
+        by_name: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in sorted(tensors.items()):
+            parameter, _, kind = key.rpartition(":")
+            by_name.setdefault(parameter, {})[kind] = tensor
+        kinds = {kind for kinds in by_name.values() for kind in kinds}
+        if not all(MASTER in kinds and kinds[MASTER].dim() for kinds in by_name.values()) or kinds - {*KINDS, "step"}:
+            raise self._broken(f"{name}: its tensors are not those of experts")
+        shard = _Shard([kinds.pop(MASTER) for kinds in by_name.values()], dict(enumerate(by_name.values())), by_name)
+        if number != self._expert_files[0]:
+            first = self._shard(self._expert_files[0])
+            pairs = zip(_shapes_of(shard), _shapes_of(first), strict=False)
+            if list(shard.content) != list(first.content) or any(one != other for one, other in pairs):
+                raise self._broken(f"{name}: its tensors are not those of the first experts")
+        return shard
+
     def _read(self, name: str) -> dict[str, Any]:
         return read_pickle(self._folder / name, trusted=self._trusted)
 
@@ -267,8 +306,16 @@ def _kinds_of(by_vector: Mapping[int, Mapping[str, Any]]) -> dict[int, tuple[Any
     return {vector: (sorted(state), float(state.get("step", 0))) for vector, state in by_vector.items()}
 
 
+def _shapes_of(shard: _Shard) -> list[tuple[Any, ...]]:
+    """Return the shape of each vector, and those of its state; of a step its value."""
+    return [
+        (master.shape, *((kind, float(x) if kind == "step" else x.shape) for kind, x in shard.states[vector].items()))
+        for vector, master in enumerate(shard.masters)
+    ]
+
+
 def share_name(kind: str, rank: int) -> str:
-    """Return the name of the file in which a rank saves its share of "tables" or "lanes"."""
+    """Return the name of the file in which a rank saves its share of "tables", "experts" or "lanes"."""
     return f"{kind}-{rank:05d}.safetensors"
 
 

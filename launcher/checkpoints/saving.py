@@ -125,7 +125,8 @@ class Saver:
         files.begin(background=self._config.train.checkpoint_in_background)
         engine.save_checkpoint(str(partial), tag=DEEPSPEED_TAG, save_latest=False)
         for part in engine.held.parts:
-            files.save(part.share(), str(partial / share_name(part.kind, self._ranks.rank)))
+            if share := part.share():
+                files.save(share, str(partial / share_name(part.kind, self._ranks.rank)))
         if engine.lanes is not None:  # of which each rank has its own
             files.save(engine.lanes.share(), str(partial / share_name("lanes", self._ranks.rank)))
         if self._ranks.sequence_rank == 0:  # ranks that share contexts share their random states

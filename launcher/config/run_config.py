@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from longstride.kernels.patterns import divisors
 from longstride.launcher.config.data_keys import DataConfig, resolve_saved_path, saved_path
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
 from longstride.launcher.config.train_keys import AdafactorConfig, StageConfig, TrainConfig, batch_problem
-from longstride.sparse_model import ModelConfig, SparseTransformer, StrictModel
+from longstride.sparse_model import ExpertsConfig, ModelConfig, SparseTransformer, StrictModel
 
 EXTENDS, SCHEMA = "extends", "$schema"  # keys of a file; a run saves neither
 _NAME_OR_OBJECT = {
@@ -134,8 +135,33 @@ class RunConfig(StrictModel):
             raise ConfigError.at(
                 "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
             )
+        if self.train.expert_parallel is not None:
+            self._check_experts(self.train.expert_parallel)
         self.stages()  # raises
         return self
+
+    def _check_experts(self, size: int) -> None:
+        """Check that ``size`` processes can divide the experts of each layer.
+
+        Raises:
+            ConfigError: a layer's experts do not divide, no layer has any, or a setting needs them in one process.
+        """
+        counts = [part.count for part in self.model.feed_forwards if isinstance(part, ExpertsConfig)]
+        if not counts:
+            rule = "divides experts, and no layer of model.feed_forward has any; leave it out"
+            raise ConfigError.at("train.expert_parallel", size, rule)
+        if (common := math.gcd(*counts)) % size:
+            near = min(divisors(common), key=lambda divisor: abs(divisor - size))
+            rule = (
+                f"must divide the experts of each layer, {', '.join(map(str, dict.fromkeys(counts)))}; nearest {near}"
+            )
+            raise ConfigError.at("train.expert_parallel", size, rule)
+        if self.train.compile:
+            rule = "compiles complete blocks, but train.expert_parallel exchanges rows within them; give false"
+            raise ConfigError.at("train.compile", True, rule)
+        if isinstance(self.train.optimizer, AdafactorConfig):
+            rule = "clips the update of all experts, but train.expert_parallel divides them; take muon or adamw"
+            raise ConfigError.at("train.optimizer.type", "adafactor", rule)
 
     def _check_lanes(self) -> None:
         """Check that each context of a lane follows the one before it, as the model carries state.
@@ -254,7 +280,7 @@ class RunConfig(StrictModel):
         return int(self.deepspeed.get("zero_optimization", {}).get("stage", 0))
 
     def check_world_size(self, world_size: int) -> None:
-        """Check that the processes form groups of ``train.sequence_parallel``, and that these divide the batch.
+        """Check that the processes form groups that share contexts or divide experts, and that they divide the batch.
 
         Raises:
             ConfigError: they do not, or they are more than a run may have.
@@ -263,11 +289,14 @@ class RunConfig(StrictModel):
         if world_size > train.MOST_PROCESSES:
             raise ConfigError(f"{world_size} processes: a run has at most {train.MOST_PROCESSES:,}; start fewer")
         if world_size % shared:
-            divisors = (number for number in range(1, world_size + 1) if world_size % number == 0)
-            near = min(divisors, key=lambda number: abs(number - shared))
+            near = min(divisors(world_size), key=lambda number: abs(number - shared))
             rule = f"must divide the {world_size} process{'es' if world_size > 1 else ''}; nearest {near}"
             rule += f"; or start {-(-world_size // shared) * shared} processes"
             raise ConfigError.at("train.sequence_parallel", shared, rule)
+        if world_size % (dividing := train.expert_parallel or 1):
+            near = min(divisors(world_size), key=lambda number: abs(number - dividing))
+            rule = f"must divide the {world_size} process{'es' if world_size > 1 else ''}; nearest {near}"
+            raise ConfigError.at("train.expert_parallel", dividing, rule)
         unit = train.micro_batch * world_size // shared
         if train.global_batch % unit == 0:
             return

@@ -189,6 +189,9 @@ class TrainConfig(StrictModel):
     sequence_exchange: Literal["heads", "keys", "auto"] = Field(
         default="auto", description="what these processes exchange for attention; auto: per layer, what sends least"
     )
+    expert_parallel: int | None = Field(
+        default=None, gt=0, description="neighbouring processes that divide the experts; null: ZeRO shards all weights"
+    )
     log_every: int = Field(default=1, gt=0, description="steps between lines of metrics.jsonl")
     evaluate_every: int | None = Field(
         default=0, ge=0, description="steps between evaluations; 0: at the end only; null: none"
@@ -227,6 +230,7 @@ class TrainConfig(StrictModel):
         "compile",
         "sequence_parallel",
         "sequence_exchange",
+        "expert_parallel",
         "keep_best",
         "stop_when",
         "samples_every",

@@ -27,7 +27,8 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, part_errors
 from longstride.launcher.engine import states
 from longstride.launcher.engine.device import check_compiler, compile_blocks
-from longstride.launcher.engine.held import HeldParameters
+from longstride.launcher.engine.experts import ParallelExperts
+from longstride.launcher.engine.held import Held, HeldParameters
 from longstride.launcher.engine.lanes import LaneStates
 from longstride.launcher.engine.muon import Muon, matrices_in
 from longstride.launcher.engine.optimizer import (
@@ -72,9 +73,11 @@ def build_engine(
     model = SparseTransformer(config.model)
     if fill is not None:
         fill(model)
-    held = []
+    held: list[Held] = []
     if model.embedding.ngrams is not None:
         held.append(Tables(model.embedding.ngrams, config.train, ranks, sharded=config.zero_stage == 3))
+    if config.train.expert_parallel is not None:
+        held.append(ParallelExperts(model, config.train, ranks, DTYPES[config.precision]))
     parameters, groups = (
         dict(model.named_parameters()),
         parameter_groups(model, split=config.train.optimizer is not None),

@@ -46,7 +46,7 @@ class Held(Protocol):
         """Return the complete weights by the names of the model's parameters, on every rank."""
 
     def share(self) -> dict[str, Tensor]:
-        """Return what this rank saves, by the names in its file."""
+        """Return what this rank saves, by the names in its file; nothing if it has no file."""
 
 
 class HeldParameters:

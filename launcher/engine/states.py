@@ -17,6 +17,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor
 
+MASTER = "fp32"  # the kind of a saved tensor that holds weights; the others are keys of the optimiser's state
 MOMENTUM = "momentum_buffer"
 SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a dynamic loss scale
 HYSTERESIS = "delayed_shift"  # DeepSpeed's setting that ``cur_hysteresis`` counts down from
@@ -74,11 +75,11 @@ def vectors(engine: DeepSpeedEngine) -> list[Vector]:
     for settings, *group in zip(optimizer.param_groups, parameters, masters, strict=True):
         for parameter, master in zip(*group, strict=True):
             slices = ((Slice(engine.param_names[parameter], 0, 0, parameter.numel()),),)
-            unsharded.append(Vector(master, _moments(settings, master.dim()), slices))
+            unsharded.append(Vector(master, moments_of(settings, master.dim()), slices))
     return unsharded
 
 
-def _moments(settings: dict[str, Any], dimensions: int) -> tuple[str, ...]:
+def moments_of(settings: dict[str, Any], dimensions: int) -> tuple[str, ...]:
     """Return the optimiser's state keys for a group, which its settings imply."""
     if "momentum" in settings:
         return MOMENTS[1]
@@ -106,7 +107,7 @@ def _group_shards(engine: DeepSpeedEngine) -> list[Vector]:
                 if begin < end:
                     slices.append(Slice(engine.param_names[parameter], begin - low, begin - offset, end - offset))
             shares.append(tuple(slices))
-        moments = _moments(optimizer.param_groups[number], 1)
+        moments = moments_of(optimizer.param_groups[number], 1)
         shards.append(Vector(master, moments, tuple(shares), torch.distributed.get_rank(sharing), sharing))
     return shards
 
@@ -128,7 +129,7 @@ def _parameter_shards(engine: DeepSpeedEngine) -> list[Vector]:
                     slices.append(Slice(engine.param_names[parameter], at, begin, end))
                 at += size
             shares.append(tuple(slices))
-        moments = _moments(optimizer.param_groups[optimizer.sub_group_to_group_id[number]], 1)
+        moments = moments_of(optimizer.param_groups[optimizer.sub_group_to_group_id[number]], 1)
         shards.append(Vector(master, moments, tuple(shares), torch.distributed.get_rank(sharing), sharing))
     return shards
 

@@ -24,7 +24,7 @@ import torch
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
 from longstride.launcher.planning.rehearsal import Activations
-from longstride.sparse_model import BlockConfig, Division, ModelConfig, Ngrams, SparseTransformer, Work
+from longstride.sparse_model import BlockConfig, Division, Experts, ModelConfig, Ngrams, SparseTransformer, Work
 
 STAGES = (0, 1, 2, 3)
 MUON_BATCH = 1 << 24  # weights of the matrices that Muon computes at once
@@ -41,9 +41,56 @@ def parameter_parts(config: ModelConfig) -> dict[str, int]:
 
 
 def engine_parameters(config: ModelConfig) -> int:
-    """Count the parameters that DeepSpeed's optimiser updates: all but n-gram tables."""
+    """Count the parameters that DeepSpeed's optimiser updates in one process: all but n-gram tables."""
     parts = parameter_parts(config)
     return sum(parts.values()) - parts.get(Ngrams.part, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStep:
+    """The experts that ranks divide (`train.expert_parallel`); all 0 if none do.
+
+    Traffic is that of a process in a pass over a micro-batch.
+    """
+
+    processes: int = 0  # P, that divide them
+    numel: int = 0  # weights of all experts
+    matrices: int = 0  # of these in matrices
+    layers: int = 0  # with experts
+    calls: int = 0  # exchanges of a forward pass; a backward pass has two a layer
+    rows: int = 0  # that a layer's experts of a process compute, in even use
+    most_rows: int = 0  # if all choose these experts, within their capacity
+    row_bytes: int = 0
+    sent_bytes: int = 0  # in even use, by each of: forward pass, backward pass, recomputation
+
+
+def expert_step(config: RunConfig) -> ExpertStep:
+    """Count the experts that processes divide, and their traffic."""
+    size, model = config.train.expert_parallel, config.model
+    if size is None:
+        return ExpertStep()
+    _, kinds = _one_of_each(model)
+    numel = matrices = rows = most_rows = layers = sent = 0
+    contexts = config.train.micro_batch
+    local = model.objective.num_rows(model.context) // (config.train.sequence_parallel or 1)
+    row_bytes = model.width * DTYPES[config.precision].itemsize
+    for block, count in kinds.values():
+        for part in block.modules():
+            if not isinstance(part, Experts):
+                continue
+            sizes = [x.numel() for name in part.by_expert if (x := getattr(part, name)) is not None]
+            numel += count * sum(sizes)
+            matrices += count * (part.expand.numel() + part.contract.numel())
+            chosen = contexts * local * part.config.top  # pairs of a row and its expert in a process
+            room = size * chosen
+            if part.config.capacity is not None:
+                each = math.ceil(part.config.capacity * local * part.config.top / (part.count + part.config.zero))
+                room = min(room, part.count // size * each * contexts * size)
+            rows, most_rows = max(rows, chosen), max(most_rows, room)
+            layers += count
+            # Rows to other processes and back, and the counts before them.
+            sent += count * (2 * chosen * row_bytes + 8 * part.count) * (size - 1) // size
+    return ExpertStep(size, numel, matrices, layers, 3 * layers, rows, most_rows, row_bytes, sent)
 
 
 def _one_of_each(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConfig, tuple[Any, int]]]:
@@ -161,12 +208,13 @@ class States:
     at_step: int  # fp32 gradients and Muon's gathered matrices, which only exist in the optimiser's step
     tables: int = 0  # n-gram tables, their optimiser's states, and the gradients of a step's positions
     tables_at_step: int = 0  # exchanged rows of the tables, and sums of their gradients
+    experts: int = 0  # that ranks divide: weights, fp32 gradients and masters, moments, average
     carried: int = 0  # by the process's lanes, from the last batch and to the next
 
     def resident(self) -> int:
         """Return all bytes but those that only exist in the optimiser's step."""
         parameters = self.weights + self.gradients + self.masters + self.moments + self.average
-        return parameters + self.buffers + self.tables + self.carried
+        return parameters + self.buffers + self.tables + self.experts + self.carried
 
     def peak(self, activations: Activations) -> int:
         """Return the peak of a step: in the backward pass, or after it in the optimiser."""
@@ -191,10 +239,16 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int, d
     def share(numel: int, from_stage: int) -> int:
         return -(-numel // processes) if stage >= from_stage else numel
 
-    tables = table_step(config)
-    matrix_bytes = 0
-    if config.train.optimizer and config.train.optimizer.type == "muon":
-        matrices = share(matrix_weights(config.model), 1)
+    tables, experts = table_step(config), expert_step(config)
+    num_parameters -= experts.numel
+    matrix_bytes = expert_bytes = 0
+    is_muon = config.train.optimizer is not None and config.train.optimizer.type == "muon"
+    if experts.numel:
+        moments = 2 * experts.numel - is_muon * experts.matrices
+        weights = (2 if half else 0) + 4 + 4 + (4 if config.train.ema_decay is not None else 0)
+        expert_bytes = (weights * experts.numel + 4 * moments) // experts.processes
+    if is_muon:
+        matrices = share(matrix_weights(config), 1)
         # Sent and received, or computed in batches; in addition the received and the computed matrices.
         matrix_bytes = (2 if half else 4) * (2 * matrices + max(2 * matrices, 4 * min(matrices, MUON_BATCH)))
     return States(
@@ -207,6 +261,7 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int, d
         at_step=(4 * share(num_parameters, 1) if copied else 0) + matrix_bytes,
         tables=tables.row_bytes * share(tables.rows, 3) + tables.sent_bytes // processes,
         tables_at_step=tables.sent_bytes + tables.sum_bytes * share(tables.touched_rows, 3),
+        experts=expert_bytes,
         carried=2 * carried_bytes(config) // processes,
     )
 
@@ -260,7 +315,7 @@ def moment_elements(config: RunConfig, num_parameters: int) -> int:
     """
     kind = config.train.optimizer and config.train.optimizer.type
     if kind == "muon":
-        return 2 * num_parameters - matrix_weights(config.model)
+        return 2 * num_parameters - matrix_weights(config)
     if kind == "adafactor":
         return _summed_over_parameters(
             config.model,
@@ -271,9 +326,10 @@ def moment_elements(config: RunConfig, num_parameters: int) -> int:
     return 2 * num_parameters
 
 
-def matrix_weights(config: ModelConfig) -> int:
-    """Count the weights of the matrices in the residual blocks, which Muon updates."""
-    return _summed_over_parameters(config, lambda part, shape: shape.numel() if part == "matrices" else 0)
+def matrix_weights(config: RunConfig) -> int:
+    """Count the weights of the matrices in the residual blocks, which Muon updates; without experts held elsewhere."""
+    matrices = _summed_over_parameters(config.model, lambda part, shape: shape.numel() if part == "matrices" else 0)
+    return matrices - expert_step(config).matrices
 
 
 def _summed_over_parameters(config: ModelConfig, measure: Callable[[str, torch.Size], int]) -> int:

@@ -51,6 +51,9 @@ def step_seconds(
     if (config.train.sequence_parallel or 1) > 1:
         rule = "cannot time processes that share contexts by train.sequence_parallel; give --tflops"
         raise ConfigError(f"--measure: {rule}")
+    if config.train.expert_parallel is not None:
+        rule = "cannot time processes that divide experts by train.expert_parallel; give --tflops"
+        raise ConfigError(f"--measure: {rule}")
     if config.model.reversible:
         rule = "cannot time blocks of model.reversible one by one; give --tflops"
         raise ConfigError(f"--measure: {rule}")

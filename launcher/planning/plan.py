@@ -139,6 +139,7 @@ def make_plan(
             states = costs.states(numel, config, count, stage, device)
             peaks = {f"peak_{name}": states.peak(needed) for name, needed in activations.items()}
             memory.append({"processes": count, "stage": stage, **asdict(states), **peaks})
+    experts = costs.expert_step(config)
     sequence = None
     if (shared := train.sequence_parallel) is not None:
         sequence = {
@@ -158,6 +159,7 @@ def make_plan(
         "activations": {name: asdict(needed) for name, needed in activations.items()},
         "memory": memory,
         "tables": asdict(costs.table_step(config)),
+        "experts": asdict(experts) if experts.numel else None,
         "carried_bytes": costs.carried_bytes(config),
         "sequence": sequence,
         "attention": {
@@ -280,7 +282,16 @@ def _contexts_of(config: RunConfig, is_full: bool) -> tuple[int | None, str, boo
 def describe(plan: dict[str, Any]) -> str:
     """Format the plan for people."""
     hours = pace.describe(plan["pace"]) if plan["pace"] else []
-    parts = (_parameters(plan), _memory(plan), _exchanges(plan), _work(plan), _length(plan), _stages(plan), hours)
+    parts = (
+        _parameters(plan),
+        _memory(plan),
+        _exchanges(plan),
+        _experts(plan),
+        _work(plan),
+        _length(plan),
+        _stages(plan),
+        hours,
+    )
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -304,19 +315,22 @@ def _parameters(plan: dict[str, Any]) -> list[str]:
 
 def _memory(plan: dict[str, Any]) -> list[str]:
     stored, recomputed, tables = plan["activations"]["kept"], plan["activations"]["recomputed"], plan["tables"]
-    device = DEVICES[plan["device"]]
+    device, experts = DEVICES[plan["device"]], plan["experts"]
     lines = [
         f"memory of a process on a {device}, GiB: {plan['precision']}, micro-batch {plan['micro_batch']}",
         f"  activations of all blocks kept {stored['kept'] / _GIB:.2f}, at most {stored['peak'] / _GIB:.2f}; "
         f"recomputed {recomputed['kept'] / _GIB:.2f}, at most {recomputed['peak'] / _GIB:.2f}"
         + (f", and {host / _GIB:.2f} on the host" if (host := recomputed["on_host"]) else ""),
         "  processes  ZeRO  weights  gradients  masters moments  average  buffers"
-        f"{'  tables' if tables['rows'] else ''} | peak: kept  recomputed",
+        f"{'  tables' if tables['rows'] else ''}{' experts' if experts else ''} | peak: kept  recomputed",
     ]
     names = ["weights", "gradients", "masters", "moments", "average", "buffers"] + ["tables"] * bool(tables["rows"])
+    names += ["experts"] * bool(experts)
     for row in plan["memory"]:
         columns = (row[name] / _GIB for name in names)
-        cells = "".join(f"{value:>{width}.2f}" for value, width in zip(columns, (9, 11, 9, 8, 9, 9, 8), strict=False))
+        cells = "".join(
+            f"{value:>{width}.2f}" for value, width in zip(columns, (9, 11, 9, 8, 9, 9, 8, 8), strict=False)
+        )
         peaks = [f"{row[name] / _GIB:.2f}" for name in ("peak_kept", "peak_recomputed")]
         if row["stage"] == plan["zero_stage"]:
             peaks[plan["activation_checkpointing"]] += "*"
@@ -326,10 +340,27 @@ def _memory(plan: dict[str, Any]) -> list[str]:
             f"  n-gram tables: {tables['rows']:,} rows, of which a step touches at most {tables['touched_rows']:,}; "
             f"all processes send {tables['sent_bytes'] / 2**20:.1f} MiB to every other"
         )
+    if experts:
+        lines.append(f"  experts: {experts['numel']:,} weights over {experts['processes']} processes")
     if carried := plan["carried_bytes"]:
         lines.append(f"  carried from context to context by all lanes: {carried / 2**20:.1f} MiB, in each checkpoint")
     lines.append("  * as configured")
     return lines
+
+
+def _experts(plan: dict[str, Any]) -> list[str]:
+    experts = plan["experts"]
+    if experts is None:
+        return []
+    traffic = counting.traffic(experts["sent_bytes"])
+    most = experts["most_rows"] * experts["row_bytes"]
+    return [
+        f"experts over {experts['processes']} processes: {experts['layers']} layers, each with "
+        f"{experts['rows']:,} rows a process and micro-batch in even use, at most {experts['most_rows']:,} "
+        f"({counting.traffic(most)})",
+        f"  a process makes {experts['calls']:,} exchanges in a forward pass and {experts['calls'] * 2 // 3:,} in a "
+        f"backward pass, and sends {traffic} in each; recomputation repeats the first",
+    ]
 
 
 def _exchanges(plan: dict[str, Any]) -> list[str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from longstride.kernels.selections import section_reads
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import BlockConfig, Division, SparseTransformer
+from longstride.sparse_model import BlockConfig, Division, Experts, SparseTransformer
 
 MOST_POSITIONS = 1 << 24  # of a context; a rehearsal of a million takes ten seconds
 REHEARSED_BLOCKS = 2  # of each kind: the first also creates shared tensors, such as the table of rotary positions
@@ -118,6 +118,10 @@ def _rehearse(
             parameter.data = parameter.data.to(DTYPES[config.precision])
         if model.embedding.ngrams is not None:  # their gradients are sparse: see ``table_step``
             model.embedding.ngrams.rows.requires_grad_(False)
+        if config.train.expert_parallel is not None:
+            for module in model.modules():
+                if isinstance(module, Experts):
+                    FakeHolders(config, module)
         outside, *inside = (FakeDivision(config) for _ in range(1 + len(blocks)))
         rehearsal = _Rehearsal(outside.exchanged, [division.exchanged for division in inside])
         if config.train.sequence_parallel is not None:
@@ -221,6 +225,32 @@ class FakeDivision(Division):
         out = values.new_empty(sum(counts[1]), *values.shape[1:])
         values.contiguous()  # counts a temporary copy if it needs one
         return out
+
+
+class FakeHolders(Division):
+    """The first of P processes that divide a layer's experts, which each choose all experts alike."""
+
+    def __init__(self, config: RunConfig, experts: Experts) -> None:
+        super().__init__(0, config.train.expert_parallel or 1)
+        positions = config.model.objective.num_rows(config.model.context) // (config.train.sequence_parallel or 1)
+        self._chosen = config.train.micro_batch * positions * experts.config.top
+        self._count = experts.count
+        # Only shapes matter, so the first experts stand for any.
+        parameters = (getattr(experts, name) for name in experts.by_expert)
+        local = (None if x is None else nn.Parameter(x.detach()[: len(x) // self.size].clone()) for x in parameters)
+        experts.hold(self, list(local))
+
+    def swap_counts(self, counts: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+        """Return even counts, as no data decide."""
+        ends = [self._chosen * number // self._count for number in range(self._count + 1)]
+        each = [end - start for start, end in itertools.pairwise(ends)]
+        width = self._count // self.size
+        return [each[u * width : (u + 1) * width] for u in range(self.size)], self.size * [each[:width]]
+
+    def swap(self, values: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+        """Return a tensor of the shape that would be received."""
+        values.contiguous()  # counts a temporary copy if it needs one
+        return values.new_empty(sum(received or [1] * self.size), *values.shape[1:])
 
 
 class _InputsOnHost(saved_tensors_hooks):

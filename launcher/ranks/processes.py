@@ -21,6 +21,7 @@ from typing import BinaryIO, Literal, NoReturn
 
 import torch
 import torch.distributed
+from torch.distributed import ProcessGroup
 
 from longstride.data_pipelines.plain_files import open_plain
 from longstride.kernels import ConfigError, Problem
@@ -92,6 +93,18 @@ class Ranks:
             return Division()
         group, _ = torch.distributed.new_subgroups(self.sequence_parallel)
         return Division(self.sequence_rank, self.sequence_parallel, group, exchange)
+
+    def expert_groups(self, size: int) -> tuple[Division, ProcessGroup | None]:
+        """Return the place among the P = ``size`` neighbours that divide experts, and the W / P ranks with the same.
+
+        All ranks must call.
+        """
+        if size == 1:
+            return Division(), None
+        group, _ = torch.distributed.new_subgroups(size)
+        places = [list(range(place, self.world_size, size)) for place in range(size)]
+        replicas, _ = torch.distributed.new_subgroups_by_enumeration(places)
+        return Division(self.rank % size, size, group), replicas
 
     @property
     def device(self) -> torch.device:
@@ -188,6 +201,10 @@ class FakeRanks(Ranks):
     def division(self, exchange: Literal["heads", "keys", "auto"]) -> Division:
         """Return the first place among the ranks that share a context."""
         return LoneDivision(0, self.sequence_parallel, None, exchange)
+
+    def expert_groups(self, size: int) -> tuple[Division, ProcessGroup | None]:
+        """Return the first place among the ranks that divide experts."""
+        return LoneDivision(0, size), None
 
     def swap(
         self, values: torch.Tensor, counts: list[int], expected: list[int] | None = None

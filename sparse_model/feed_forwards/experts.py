@@ -11,6 +11,7 @@ and one of its experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from typing_extensions import Self
 
 from longstride.kernels import ConfigError
+from longstride.sparse_model.division import Division
 from longstride.sparse_model.feed_forwards import dense
 from longstride.sparse_model.feed_forwards.dense import ACTIVATIONS
 from longstride.sparse_model.network import NetworkConfig
@@ -132,6 +134,8 @@ class Experts(FeedForward):
     """
 
     part = "experts"
+    by_expert = ("expand", "expand_bias", "contract", "contract_bias")  # parameters that end to end hold all experts
+    holders: Division | None = None  # the P processes that hold E / P experts each; None: this one holds all
     is_varied = False  # whether rows differ in how many experts they have
 
     def __init__(self, network: NetworkConfig, config: ExpertsConfig) -> None:
@@ -161,6 +165,9 @@ class Experts(FeedForward):
                 weight = (gates * (chosen == expert)).sum(-1, keepdim=True).to(h.dtype)
                 out = out + self._by_expert(rows, expert) * weight
             return MixerOutput(out.view(h.shape))
+        if self.holders is not None:
+            out = self._exchanged(self.holders, h.flatten(0, 1), gates, chosen)
+            return MixerOutput(out.view(h.shape), auxiliary_loss, statistics)
         pairs = len(gates) * self.config.top
         if h.shape[1] == 1 and context.real is None and pairs <= self.count and not torch.is_grad_enabled():
             out = torch.zeros_like(h)  # one position of a few contexts, without sorting
@@ -220,6 +227,13 @@ class Experts(FeedForward):
             gates, chosen = torch.where(chosen < self.count, gates, 0.0), chosen.clamp_max(self.count)
         return Choice(gates, chosen, auxiliary)
 
+    def hold(self, holders: Division, parameters: Sequence[Tensor | None]) -> None:
+        """Hold only E / P experts from now on, whose ``parameters`` these are, in the order of ``by_expert``."""
+        self.holders = holders
+        for name, parameter in zip(self.by_expert, parameters, strict=True):
+            delattr(self, name)
+            setattr(self, name, parameter)
+
     def work(self, positions: int, batch: int) -> Work:
         """Count the router and each row's experts, in even use. For long inputs the first half is computed again."""
         top, total = self.config.top, self.count + self.config.zero
@@ -249,6 +263,27 @@ class Experts(FeedForward):
         before, within = (counts.gather(-1, chosen[..., None]) for counts in (earlier, arrivals))
         fits = before + within <= room
         return (fits if real is None else fits & counted).view(-1, top)
+
+    def _exchanged(self, holders: Division, h: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        """Map rows h (R, C) by the experts of all ``holders``: every row travels to its experts and back.
+
+        An expert computes its rows in the order of processes, and of rows in each.
+        """
+        experts, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(experts, torch.arange(self.count, device=h.device), right=True)
+        counts = ends.diff(prepend=ends.new_zeros(1)).view(holders.size, -1)  # (P, E / P)
+        sent, received = holders.swap_counts(counts)
+        to, of = ([sum(numbers) for numbers in side] for side in (sent, received))
+        order = order[: sum(to)]  # without choices of no expert
+        arrived = holders.swap_rows(_RowsOfPairs.apply(h, order // chosen.shape[1]), to, of)
+        local = torch.arange(counts.shape[1], device=h.device).repeat(holders.size)
+        repeats = torch.tensor(received, device=h.device).flatten()
+        local = torch.repeat_interleave(local, repeats, output_size=sum(of))[:, None]
+        parameters = (self.expand, self.expand_bias, self.contract, self.contract_bias)
+        long = dense.CHUNK_ROWS if len(arrived) > dense.LONG_ROWS else None
+        ones = gates.new_ones(len(arrived), 1)
+        out = SortedExperts.apply(arrived, ones, local, *parameters, self.config.activation, long)
+        return _WeightedSums.apply(holders.swap_rows(out, of, to), gates, order)
 
     def _by_expert(self, rows: Tensor, expert: int) -> Tensor:
         """Compute rows (…, C) by one expert."""
@@ -410,6 +445,38 @@ class SortedExperts(torch.autograd.Function):
         )
 
 
+class _RowsOfPairs(torch.autograd.Function):
+    """The rows of h (R, C) with these numbers (S,): (S, C). Gradients are summed in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, numbers: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.rows = len(h)
+        return h.index_select(0, numbers)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return sums_of_pairs(grad, ctx.saved_tensors[0], ctx.rows), None
+
+
+class _WeightedSums(torch.autograd.Function):
+    """The sums (R, C) of rows out (S, C) times their weights, the elements ``order`` (S,) of gates (R, k)."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, gates: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(out, gates, order)
+        weighted = torch.mul(out, gates.flatten()[order, None], out=torch.empty_like(out))
+        return sums_of_pairs(weighted, order // gates.shape[1], len(gates))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        out, gates, order = ctx.saved_tensors
+        grad = grad.index_select(0, order // gates.shape[1])
+        grad_gates = torch.zeros_like(gates)
+        grad_gates.view(-1)[order] = (grad * out).sum(-1, dtype=gates.dtype)
+        return grad.mul_(gates.flatten()[order, None]), grad_gates, None
+
+
 def _sorted(experts: Tensor, count: int, order: Tensor | None) -> tuple[Tensor, Tensor]:
     """Sort the choices (R, k) by expert: their order (S,), unless it is known, and each expert's end, (E,) int32."""
     if order is not None:
@@ -455,6 +522,8 @@ def _pairs_by_expert_fake(experts: Tensor, average: int) -> Tensor:
 @torch.library.custom_op("longstride::sums_of_pairs", mutates_args=())
 def sums_of_pairs(x: Tensor, numbers: Tensor, rows: int) -> Tensor:
     """Add up x (S, C) to the rows of these ``numbers`` (S,), in a fixed order: (R, C), R = ``rows``."""
+    if not len(x):
+        return x.new_zeros(rows, x.shape[1])
     numbers, order = numbers.sort(stable=True)
     starts = torch.searchsorted(numbers, torch.arange(rows, device=numbers.device))
     return F.embedding_bag(order, x, starts, mode="sum")

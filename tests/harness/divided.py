@@ -1,4 +1,4 @@
-"""One pass of a small model by several processes that share its contexts, which are started once for all tests."""
+"""One pass of a small model by processes that share contexts or experts, which are started once for all tests."""
 
 import atexit
 import functools
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from longstride.sparse_model import Division, SparseTransformer
+from longstride.sparse_model import Division, Experts, SparseTransformer
 from tests.harness.configs import small
 
 MOST = 4  # processes that share a context
@@ -34,6 +34,7 @@ class Pass:
     lengths: tuple[int, ...] = ()  # of the contexts, what is behind being padding; all are full, where it is empty
     recompute: bool | None = None  # each block in the backward pass, by torch's checkpoint: reentrant or not
     exchange: Literal["heads", "keys", "auto"] = "heads"
+    by_experts: bool = False  # processes divide experts instead, and the contexts of the batch
 
 
 class Passed(NamedTuple):
@@ -63,6 +64,14 @@ def one_pass(request: Pass, division: Division | None) -> Passed:
         begins[0, list(request.begins)] = True
     if request.lengths:
         real = torch.arange(context) < torch.tensor(request.lengths)[:, None]
+    if request.by_experts:
+        holders, division = division or Division(), None
+        contexts = slice(
+            holders.rank * request.batch // holders.size, (holders.rank + 1) * request.batch // holders.size
+        )
+        tokens = tokens[contexts]
+        real = None if real is None else real[contexts]
+        hold_experts(model, holders)
     if division is not None:
         model.divide(division)
         section = division.section(context)
@@ -71,8 +80,8 @@ def one_pass(request: Pass, division: Division | None) -> Passed:
             tokens[:, :begin], tokens[:, section.stop :] = 7 % vocabulary, 8 % vocabulary
     if request.recompute is not None:
         model.activation_checkpoint = functools.partial(checkpoint, use_reentrant=request.recompute)
-    objective, lengths = model.config.objective, torch.full((request.batch,), context) if real is None else real.sum(1)
-    corrupted = objective.corrupt(tokens, lengths, torch.arange(request.batch), 3, model.config.vocabulary)
+    objective, lengths = model.config.objective, torch.full((len(tokens),), context) if real is None else real.sum(1)
+    corrupted = objective.corrupt(tokens, lengths, torch.arange(len(tokens)), 3, model.config.vocabulary)
     extra = {} if corrupted is None else corrupted._asdict()
     torch.manual_seed(1)
     output = model(tokens, return_nats=True, return_extras=True, begins=begins, real=real, **extra)
@@ -82,7 +91,31 @@ def one_pass(request: Pass, division: Division | None) -> Passed:
     loss.backward()
     auxiliary = None if output.auxiliary_loss is None else output.auxiliary_loss.detach()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if request.by_experts:
+        gradients |= gradients_of_held(model)
     return Passed(output.rows.detach(), auxiliary, output.statistics, gradients, float(torch.rand(())))
+
+
+def hold_experts(model: SparseTransformer, holders: Division) -> None:
+    """Let each process hold its share of the experts."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            parameters = [getattr(module, name) for name in module.by_expert]
+            local = (None if x is None else x.detach().chunk(holders.size)[holders.rank] for x in parameters)
+            module.hold(holders, [None if x is None else x.clone().requires_grad_() for x in local])
+
+
+def gradients_of_held(model: SparseTransformer) -> dict[str, Tensor | None]:
+    """Return the gradients of this process's experts, among zeros for the others, by the parameters' names."""
+    gradients: dict[str, Tensor | None] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Experts) and module.holders is not None:
+            for name in module.by_expert:
+                if (leaf := getattr(module, name)) is not None:
+                    shares = leaf.new_zeros(module.holders.size, *leaf.shape)
+                    shares[module.holders.rank] = leaf.grad
+                    gradients[f"{path}.{name}"] = shares.flatten(0, 1)
+    return gradients
 
 
 def divided(request: Pass, size: int) -> list[Passed]:
