@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,49 +49,55 @@ def engine_parameters(config: ModelConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStep:
-    """The experts that ranks divide (`train.expert_parallel`); all 0 if none do.
+    """The experts that processes divide (`train.expert_parallel`), and what a process sends for a micro-batch.
 
-    Traffic is that of a process in a pass over a micro-batch.
+    Rows and bytes are those of even use, without those that stay; all 0 if no experts are divided.
     """
 
     processes: int = 0  # P, that divide them
     numel: int = 0  # weights of all experts
     matrices: int = 0  # of these in matrices
     layers: int = 0  # with experts
-    calls: int = 0  # exchanges of a forward pass; a backward pass has two a layer
-    rows: int = 0  # that a layer's experts of a process compute, in even use
-    most_rows: int = 0  # if all choose these experts, within their capacity
+    rows: int = 0  # that a process computes in a layer
+    most_rows: int = 0  # if rows choose its experts as often as their capacity allows
     row_bytes: int = 0
-    sent_bytes: int = 0  # in even use, by each of: forward pass, backward pass, recomputation
+    forward_calls: int = 0
+    forward_bytes: int = 0
+    backward_calls: int = 0  # without the recomputation, which makes those of the forward pass again
+    backward_bytes: int = 0
 
 
 def expert_step(config: RunConfig) -> ExpertStep:
     """Count the experts that processes divide, and their traffic."""
-    size, model = config.train.expert_parallel, config.model
+    size, model, shared = config.train.expert_parallel, config.model, config.train.sequence_parallel or 1
     if size is None:
         return ExpertStep()
     _, kinds = _one_of_each(model)
-    numel = matrices = rows = most_rows = layers = sent = 0
-    contexts = config.train.micro_batch
-    local = model.objective.num_rows(model.context) // (config.train.sequence_parallel or 1)
-    row_bytes = model.width * DTYPES[config.precision].itemsize
+    totals = Counter(numel=0, matrices=0, layers=0, forward_bytes=0, backward_bytes=0)
+    rows = most_rows = 0
+    positions, row_bytes = model.objective.num_rows(model.context), model.width * DTYPES[config.precision].itemsize
+    contexts = -(-config.train.micro_batch * size // shared)  # of all P processes
     for block, count in kinds.values():
         for part in block.modules():
             if not isinstance(part, Experts):
                 continue
             sizes = [x.numel() for name in part.by_expert if (x := getattr(part, name)) is not None]
-            numel += count * sum(sizes)
-            matrices += count * (part.expand.numel() + part.contract.numel())
-            chosen = contexts * local * part.config.top  # pairs of a row and its expert in a process
-            room = size * chosen
+            chosen = config.train.micro_batch * positions // shared * part.config.top  # by the rows of a process
+            rows, room = max(rows, chosen), size * chosen
             if part.config.capacity is not None:
-                each = math.ceil(part.config.capacity * local * part.config.top / (part.count + part.config.zero))
-                room = min(room, part.count // size * each * contexts * size)
-            rows, most_rows = max(rows, chosen), max(most_rows, room)
-            layers += count
-            # Rows to other processes and back, and the counts before them.
-            sent += count * (2 * chosen * row_bytes + 8 * part.count) * (size - 1) // size
-    return ExpertStep(size, numel, matrices, layers, 3 * layers, rows, most_rows, row_bytes, sent)
+                each = math.ceil(part.config.capacity * positions * part.config.top / (part.count + part.config.zero))
+                room = min(room, contexts * part.count // size * each)
+            most_rows = max(most_rows, room)
+            sent = 2 * chosen * row_bytes * (size - 1) // size
+            totals.update(
+                numel=count * sum(sizes),
+                matrices=count * (part.expand.numel() + part.contract.numel()),
+                layers=count,
+                forward_bytes=count * (sent + 8 * part.count * (size - 1) // size),  # with the counts of rows
+                backward_bytes=count * sent,
+            )
+    calls = {"forward_calls": 3 * totals["layers"], "backward_calls": 2 * totals["layers"]}
+    return ExpertStep(processes=size, rows=rows, most_rows=most_rows, row_bytes=row_bytes, **calls, **totals)
 
 
 def _one_of_each(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConfig, tuple[Any, int]]]:

@@ -340,8 +340,6 @@ def _memory(plan: dict[str, Any]) -> list[str]:
             f"  n-gram tables: {tables['rows']:,} rows, of which a step touches at most {tables['touched_rows']:,}; "
             f"all processes send {tables['sent_bytes'] / 2**20:.1f} MiB to every other"
         )
-    if experts:
-        lines.append(f"  experts: {experts['numel']:,} weights over {experts['processes']} processes")
     if carried := plan["carried_bytes"]:
         lines.append(f"  carried from context to context by all lanes: {carried / 2**20:.1f} MiB, in each checkpoint")
     lines.append("  * as configured")
@@ -352,15 +350,16 @@ def _experts(plan: dict[str, Any]) -> list[str]:
     experts = plan["experts"]
     if experts is None:
         return []
-    traffic = counting.traffic(experts["sent_bytes"])
-    most = experts["most_rows"] * experts["row_bytes"]
-    return [
-        f"experts over {experts['processes']} processes: {experts['layers']} layers, each with "
-        f"{experts['rows']:,} rows a process and micro-batch in even use, at most {experts['most_rows']:,} "
-        f"({counting.traffic(most)})",
-        f"  a process makes {experts['calls']:,} exchanges in a forward pass and {experts['calls'] * 2 // 3:,} in a "
-        f"backward pass, and sends {traffic} in each; recomputation repeats the first",
+    most = counting.traffic(experts["most_rows"] * experts["row_bytes"])
+    lines = [
+        f"experts over {experts['processes']} processes: {experts['numel']:,} weights in {experts['layers']} layers",
+        f"  a process computes {experts['rows']:,} rows in a layer and micro-batch in even use, as planned above; "
+        f"at most {experts['most_rows']:,}, {most}",
     ]
+    for way in ("forward", "backward"):
+        calls, sent = experts[f"{way}_calls"], counting.traffic(experts[f"{way}_bytes"])
+        lines.append(f"  a {way} pass: {calls:,} exchanges; a process sends {sent} in even use")
+    return lines
 
 
 def _exchanges(plan: dict[str, Any]) -> list[str]:

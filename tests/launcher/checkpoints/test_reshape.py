@@ -127,6 +127,31 @@ GRID |= {
     f"experts-{precision}": [Leg(*each, precision, (MUON, EXPERTS)) for each in ((2, 1), (3, 3), (1, 0), (2, 2))]
     for precision in ("fp32", "fp16", "bf16")
 }
+FOUR_EXPERTS = EXPERTS.replace("3", "4")
+
+
+def dividing(processes: int, size: int | None, stage: int, precision: str, *others: str) -> Leg:
+    """A leg of so many processes, of which so many divide the experts."""
+    size_of_group = f"train.expert_parallel={size or 'null'}"
+    return Leg(processes, stage, precision, (FOUR_EXPERTS, size_of_group, *others))
+
+
+GRID |= {
+    f"divided-experts-{precision}{''.join(f'-{name}' for name in more)}": [
+        dividing(processes, size, stage, precision, *more.values())
+        for (processes, size), stage in zip(
+            ((1, None), (2, 2), (4, 2), (4, 4), (2, None), (4, 1), (1, 1)), (0, 1, 2, 3, 3, 0, 2), strict=True
+        )
+    ]
+    for precision in ("fp32", "fp16", "bf16")
+    for more in ({}, {"muon": MUON})
+}
+GRID["divided-experts-precisions"] = [
+    dividing(2, 2, 3, "fp32"),
+    dividing(4, 4, 0, "bf16"),
+    dividing(4, 2, 1, "fp16"),
+    dividing(1, None, 2, "fp32"),
+]
 FOUR_HEADS = "model.heads=4"
 
 
@@ -213,7 +238,7 @@ def test_chain_of_changes_loses_nothing(name: str, data: Path, tmp_path: Path) -
         overrides = [f"deepspeed=zero{leg.stage}_{leg.precision}", *leg.others, *CHAINED]
         last = f"train.steps={2 * number + 3}"
         starts.append(Run(["--config", str(config_file), "--resume", resume, *overrides, last], leg.processes))
-    same = [each for each in legs[0].others if each in (MUON, ADAFACTOR, EXPERTS, FOUR_HEADS)]
+    same = [each for each in legs[0].others if each in (MUON, ADAFACTOR, EXPERTS, FOUR_EXPERTS, FOUR_HEADS)]
     alone = [*CHAINED, *same, last, f"train.output={tmp_path / 'alone'}"]
     starts.append(Run(["--config", str(config_file), *alone], 1))
     for start, ended in zip(starts, spawn_series(starts), strict=True):
@@ -320,6 +345,7 @@ def test_state_before_adams_first_step_has_weights_alone(trained: Trained, tmp_p
         zero_optimization=lambda: False,
         lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
         settings=SimpleNamespace(apply=lambda *_: None),
+        held=SimpleNamespace(parts=[]),
     )
     load_state(engine, state, Ranks())  # type: ignore[arg-type]  ZeRO 0, fp32
     for name, parameter in model.named_parameters():
