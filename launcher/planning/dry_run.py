@@ -115,7 +115,8 @@ def _take_step(run: RunSetup, checkpoint: Checkpoint | None, initial: InitialWei
         say(f"the first step would not pass the guards: {guards.verdict}")
         return exit_codes.GUARDED
     # Without the weights and rows of the other processes the loss means nothing.
-    loss = f", {bits:.4f} {unit}" if bits is not None and config.zero_stage < 3 and ranks.sequence_parallel == 1 else ""
+    groups = ranks.sequence_parallel, config.train.expert_parallel or 1
+    loss = f", {bits:.4f} {unit}" if bits is not None and config.zero_stage < 3 and groups == (1, 1) else ""
     count = len(part.tokens)
     say(f"read the first batch; this process has {count} context{'s' if count > 1 else ''}")
     time_taken = f"{seconds:.1f} s, with the preparations of a first step"

@@ -190,7 +190,7 @@ def signal_rank_1(text: str) -> None:
 def halt(text: str) -> None:
     """Make the last rank stop, WHERE,STEP,HOW: as in a debugger, dead, in an endless loop, or failing.
 
-    If it shares contexts with other ranks, it stops in the first exchange of a forward or backward pass.
+    If it shares contexts or experts with other ranks, it stops in the first exchange of a forward or backward pass.
     """
     where, step, how = text.split(",")
     name = {"evaluation": "evaluate_split", "save": "save"}.get(where, "train_step")
