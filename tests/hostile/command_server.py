@@ -23,7 +23,7 @@ from longstride.launcher.output import settle_libraries  # noqa: E402
 
 settle_libraries(os.environ)  # standard output carries the answers
 
-import tests.harness.processes.preloaded  # noqa: E402, F401
+from tests.harness.processes.preloaded import share_pages  # noqa: E402
 from tests.hostile.generators import faults  # noqa: E402
 
 for verb in cli.VERBS:
@@ -89,5 +89,6 @@ def run_case(case: dict[str, Any], output: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    share_pages()
     for line in sys.stdin:
         print(json.dumps(run_case(json.loads(line), Path(sys.argv[1]))), flush=True)

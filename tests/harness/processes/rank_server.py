@@ -15,8 +15,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 import torch  # noqa: E402  the path comes first
 
-import tests.harness.processes.preloaded  # noqa: E402, F401
 from tests.harness.processes import worker  # noqa: E402
+from tests.harness.processes.preloaded import share_pages  # noqa: E402
 
 LARGEST_REQUEST = 1 << 20
 
@@ -55,4 +55,5 @@ def watch(request: dict, output: int, errors: int, status: int) -> None:
 
 
 if __name__ == "__main__":
+    share_pages()
     serve(socket.socket(fileno=int(sys.argv[1])))
