@@ -76,7 +76,8 @@ def tiny_export(
     network = SparseTransformer(config)
     optimizer = torch.optim.Adam(network.parameters(), 0.01)
     for step in range(steps):
-        rows = np.frombuffer(content_of(modality, 8 * CONTEXT, 1000 + step), dtype=np.uint8).reshape(8, CONTEXT)
+        content = content_of(modality, 8 * config.context, 1000 + step)
+        rows = np.frombuffer(content, dtype=np.uint8).reshape(8, config.context)
         optimizer.zero_grad()
         network(torch.from_numpy(rows.copy()), return_nats=True).mean().backward()
         optimizer.step()
