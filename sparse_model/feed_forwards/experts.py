@@ -56,7 +56,7 @@ class ExpertsConfig(FeedForwardConfig):
     )
     routing: Literal["top", "threshold"] = Field(
         default="top",
-        description="threshold: an expert takes each row whose score exceeds the quantile that makes `top` on average",
+        description="threshold: an expert takes each row whose score reaches the quantile that makes `top` on average",
     )
     zero: int = Field(default=0, ge=0, le=MOST_EXPERTS, description="choices beside the experts that add nothing")
     activation: Literal["sigmoid_gelu", "squared_relu", "gelu"] = Field(
@@ -296,7 +296,7 @@ class Experts(FeedForward):
 
 
 class ThresholdExperts(Experts):
-    """Experts that take each row whose score exceeds the expert's threshold (Sun et al. 2026, arXiv 2603.11535).
+    """Experts that take each row whose score reaches the expert's threshold (Sun et al. 2026, arXiv 2603.11535).
 
     A threshold is the moving mean of the score above which ``top`` / E of a step's rows lie, so that rows have ``top``
     experts on average. It is a buffer: a row's experts depend on that row alone, in training too, and no balance loss
@@ -327,8 +327,8 @@ class ThresholdExperts(Experts):
                 all are real.
         """
         scores = self.router(h.flatten(0, 1).to(torch.promote_types(h.dtype, torch.float32)))  # (R, E)
-        best = torch.zeros_like(scores, dtype=torch.bool).scatter(1, scores.topk(self.config.top).indices, True)
-        taken = torch.where(self.observations > 0, scores > self.thresholds, best)
+        least = scores.topk(self.config.top).values[:, -1:]
+        taken = scores >= torch.where(self.observations > 0, self.thresholds, least)
         if real is not None:
             taken = taken & real.reshape(-1, 1)
         gates = torch.where(taken, scores.sigmoid(), 0.0)

@@ -88,7 +88,10 @@ def test_onnx_has_the_models_logits(recipe: Path) -> None:
 
 
 @pytest.mark.clients
-@pytest.mark.parametrize("name", ["matches", "one expert a row", "reversible", "norms after, as BERT"])
+@pytest.mark.parametrize(
+    "name",
+    ["matches", "one expert a row", "experts by thresholds", "zero experts", "reversible", "norms after, as BERT"],
+)
 def test_onnx_of_other_systems(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Use the verb's own check."""
     model = random_export(tmp_path / "model", **{"heads": 4, "width": 64, "layers": 2, **SYSTEMS[name]})

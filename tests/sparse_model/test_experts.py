@@ -60,7 +60,7 @@ def by_definition(module: Experts, h: Tensor) -> tuple[Tensor, Tensor]:
                 if taken[expert] <= room:
                     weights[context, position, expert] = probabilities[context, position, expert]
     if isinstance(module, ThresholdExperts) and module.observations.any():
-        weights = probabilities * (scores > module.thresholds)
+        weights = probabilities * (scores >= module.thresholds)
     elif config.routing == "top" and config.top == 2:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(h.dtype).eps)
     out: Any = 0

@@ -21,6 +21,7 @@ REAL = {"real": torch.arange(40) < LENGTHS}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
     "experts": (EXPERTS, REAL),
     "routing": (SYSTEMS["routing"], REAL),
+    "thresholds": (SYSTEMS["experts by thresholds"], REAL),
     "documents": (
         {**LATER, "initialization": "released", "ngrams": {"orders": [2, 4], "rows": 300}},
         {"begins": torch.isin(torch.arange(40), BEGINS).expand(3, -1)},
@@ -49,7 +50,7 @@ def test_recomputed_gradients_are_bitwise_equal(case: str) -> None:
         assert all(map(torch.equal, learned(model, **options), wanted))
 
 
-@pytest.mark.parametrize("case", ["experts", "routing"])
+@pytest.mark.parametrize("case", ["experts", "routing", "thresholds"])
 def test_contexts_without_padding_have_the_bits_that_they_have_without_a_mask(case: str) -> None:
     model = awake(**CASES[case][0]).double().train()
     full = learned(model, real=torch.ones(3, 40, dtype=torch.bool))
