@@ -172,10 +172,18 @@ def test_number_of_processes_that_does_not_fit_is_refused(path: Path, sharing: i
     assert str(caught.value).startswith(line)
 
 
+def test_experts_divide_the_processes(path: Path) -> None:
+    config = load_config(path, ["train.expert_parallel=2", EXPERTS])
+    config.check_world_size(4)
+    with pytest.raises(ConfigError, match=r"^train\.expert_parallel=2: must divide the 1 process; nearest 1$"):
+        config.check_world_size(1)
+
+
 ALONE = "only applies with keep_last, because otherwise all checkpoints stay"
 UNEVALUATED = "needs evaluations during training, but evaluate_every is"
 BEST = ("train.keep_best=3", "train.keep_last=1")
 STOP = 'train.stop_when={"evaluations": 2}'
+EXPERTS = 'model.feed_forward=[{"type": "experts", "count": 4}, {"type": "experts", "count": 6}]'
 
 
 @pytest.mark.parametrize(
@@ -210,6 +218,22 @@ STOP = 'train.stop_when={"evaluations": 2}'
         (
             ["train.sequence_parallel=4", "train.sequence_exchange=heads"],
             "model.heads=2: must be a multiple of the 4 processes that share each context, as ",
+        ),
+        (
+            ["train.expert_parallel=2"],
+            "train.expert_parallel=2: divides experts, and no layer of model.feed_forward has",
+        ),
+        (
+            ["train.expert_parallel=4", EXPERTS],
+            "train.expert_parallel=4: must divide the experts of each layer, 4, 6; nearest 2",
+        ),
+        (
+            ["train.expert_parallel=2", EXPERTS, "train.compile=true"],
+            "train.compile=true: compiles complete blocks, but train.expert_parallel exchanges rows within them; ",
+        ),
+        (
+            ["train.expert_parallel=2", EXPERTS, 'train.optimizer={"type": "adafactor"}'],
+            'train.optimizer.type="adafactor": clips the update of all experts, but train.expert_parallel divides',
         ),
         (["train.steps=null"], "train.steps: required, and missing; or give epochs"),
         (["train.epochs=2", "train.steps=9"], "train.epochs=2.0: conflicts with steps 9; give only one of them"),
@@ -266,7 +290,7 @@ def test_the_streaming_order_is_refused_with_the_command_that_converts(path: Pat
 
 def test_keys_of_later_versions_are_only_saved_if_they_are_set(path: Path) -> None:
     saved = load_config(path).to_json()["train"]
-    assert not {"optimizer", "sequence_parallel", "sequence_exchange"} & saved.keys()
+    assert not {"optimizer", "sequence_parallel", "sequence_exchange", "expert_parallel"} & saved.keys()
     muon = load_config(path, ["train.sequence_parallel=1", 'train.optimizer={"type": "muon"}'])
     assert muon.to_json()["train"]["sequence_parallel"] == 1 and RunConfig.model_validate(muon.to_json()) == muon
     properties = RunConfig.model_json_schema()["$defs"]["TrainConfig"]["properties"]

@@ -223,9 +223,7 @@ LOST_IN = [(name, where, how) for name in EXCHANGES for where in ("backward", "f
 
 @pytest.mark.parametrize(
     ("name", "where", "how"),
-    [
-        pytest.param(*each, marks=() if each in (LOST_IN[0], LOST_IN[-6]) else pytest.mark.campaign) for each in LOST_IN
-    ],
+    [pytest.param(*each, marks=() if each in (LOST_IN[0], LOST_IN[-6]) else pytest.mark.campaign) for each in LOST_IN],
 )
 def test_rank_lost_in_an_exchange_of_its_group_ends_the_run(
     name: str, where: str, how: str, config_file: Path, tmp_path: Path
