@@ -192,6 +192,7 @@ def test_export_of_a_damaged_checkpoint(run_copy: Path, tmp_path: Path, capsys: 
     assert cli.main(["export", str(run_copy), "--step", "4", "--output", str(tmp_path / "out")]) == 0
 
 
+@pytest.mark.campaign
 def test_one_rank_of_two_reports_through_the_launcher(config_file: Path, tmp_path: Path) -> None:
     """The real launcher: exit code 2, the line once, no traceback."""
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(ROOT / "launcher/train.py")]
