@@ -60,12 +60,7 @@ def url(data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.mark.parametrize(("words", "key"), [("evaluate {run} --data {url}", "data.remote."), ("data show {url}", "")])
 def test_remote_data_without_a_cache_is_refused_in_one_line(
-    temporary: Path,
-    url: str,
-    trained: Callable[..., Path],
-    capsys: pytest.CaptureFixture[str],
-    words: str,
-    key: str,
+    temporary: Path, url: str, trained: Callable[..., Path], capsys: pytest.CaptureFixture[str], words: str, key: str
 ) -> None:
     filled = words.format(url=url, run=trained("zero0-fp32", 2)).split()
     capsys.readouterr()

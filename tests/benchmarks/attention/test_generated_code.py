@@ -46,8 +46,7 @@ def test_loops_are_found_and_visits_among_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "registers, shared, warps, programs",
-    [(128, 1024, 8, 2), (129, 1024, 8, 1), (32, 1024, 4, 16), (32, 57_000, 4, 4)],
+    "registers, shared, warps, programs", [(128, 1024, 8, 2), (129, 1024, 8, 1), (32, 1024, 4, 16), (32, 57_000, 4, 4)]
 )
 def test_programs_share_registers_memory_and_threads(registers: int, shared: int, warps: int, programs: int) -> None:
     nothing = Stretch(0, {}, 0, 0)

@@ -5,13 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks.paper.cases import PATTERNS, SIZES
-from benchmarks.paper.training import (
-    BITS,
-    Contestant,
-    curve,
-    spread_regions,
-    windows,
-)
+from benchmarks.paper.training import BITS, Contestant, curve, spread_regions, windows
 from longstride.data_pipelines.order.evaluation import EvaluationBatch
 from longstride.data_pipelines.order.lanes import StreamState
 from longstride.data_pipelines.order.stream import Batch

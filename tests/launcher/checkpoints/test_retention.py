@@ -10,19 +10,8 @@ import torch
 from longstride.data_pipelines.durable import flush_folder
 from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints, open_checkpoint
-from longstride.launcher.checkpoints.manifest import (
-    Score,
-    collect_scores,
-    rank_scores,
-    write_json,
-)
-from longstride.launcher.checkpoints.saving import (
-    point_to,
-    remove_leftovers,
-    retire,
-    rewind_to,
-    set_aside,
-)
+from longstride.launcher.checkpoints.manifest import Score, collect_scores, rank_scores, write_json
+from longstride.launcher.checkpoints.saving import point_to, remove_leftovers, retire, rewind_to, set_aside
 from longstride.launcher.output.file_names import CHECKPOINTS
 from tests.harness.lines import evaluation_line, manifest_of, write_metrics
 

@@ -49,10 +49,7 @@ def test_hostfile_is_read_as_the_deepspeed_launcher_reads_it(tmp_path: Path) -> 
         ("-oProxyCommand=sh slots=1\n", "1: -oProxyCommand=sh slots=1: must be"),
         ("me@node1 slots=1\n", "1: me@node1 slots=1: must not contain a user, because @ separates hosts in filters"),
         ("node1 slots=0\n", "1: node1 slots=0: must have at least one slot"),
-        (
-            "node1 slots=1\nnode1 slots=2\n",
-            "node1 already has a line; give all its slots in one line",
-        ),
+        ("node1 slots=1\nnode1 slots=2\n", "node1 already has a line; give all its slots in one line"),
     ],
 )
 def test_wrong_hostfile_is_one_line_with_its_place(text: str, message: str, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_hosts_go_to_the_deepspeed_launcher(started: Started, hostfile: Path, co
     assert "--force_multi" in command  # node2 is one host, and not this one
     script = command.index(str(ROOT / "launcher/train.py"))
     assert command[script + 1 : -2] == [
-        *("--config", str(config_file), "--resume", "never", 'model.attention={"type":"dense"}'),
+        *("--config", str(config_file), "--resume", "never", 'model.attention={"type":"dense"}')
     ]
     file = Path(environment["DS_ENV_FILE"])
     assert file == config_file.parent / "run" / "hosts-1.env"

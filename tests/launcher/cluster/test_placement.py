@@ -7,11 +7,7 @@ import pytest
 
 from longstride.kernels import ConfigError
 from longstride.launcher.cluster import placement
-from longstride.launcher.cluster.placement import (
-    LocalRanks,
-    count_accelerators,
-    largest_run,
-)
+from longstride.launcher.cluster.placement import LocalRanks, count_accelerators, largest_run
 from longstride.launcher.cluster.supervisor import Launch
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.verbs.train import add_train_arguments

@@ -86,10 +86,7 @@ def test_script_is_never_overwritten_and_may_be_printed(
             "train.sequence_parallel=2: must divide the processes of every host, or equal those of several hosts; host",
         ),
         (["--time", "12h"], "--time=12h: must be [days-]hours:minutes:seconds, such as 12:00:00"),
-        (
-            ["--time", "3"],
-            "--time=3: must be more than --stop-seconds 120 and a minute, or the job would stop at once",
-        ),
+        (["--time", "3"], "--time=3: must be more than --stop-seconds 120 and a minute, or the job would stop at once"),
         (["--partition", "a b"], "--partition=a b: must be a name; such as a-b"),
         (["--account", "x\n#SBATCH --uid=0"], "--account=x #SBATCH --uid=0: must be a name; such as x-SBATCH---uid-0"),
         (["--job-name", "a/b"], "--job-name=a/b: must be letters, digits and ._+-; such as a-b"),

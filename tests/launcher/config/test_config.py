@@ -44,10 +44,7 @@ def refused(path: Path, *overrides: str) -> list[str]:
             "train.optimizer.rates.matrix: unknown key; nearest matrices",
         ),
         ("train.final_learning_rate=1", "train.final_learning_rate=1.0: must be at most learning_rate 0.003"),
-        (
-            "train.global_batch=7",
-            "train.global_batch=7: must be a multiple of micro_batch 2; nearest 6, 8",
-        ),
+        ("train.global_batch=7", "train.global_batch=7: must be a multiple of micro_batch 2; nearest 6, 8"),
         ("model.contxt=64", "model.contxt: unknown key; nearest context"),
         ("data.path=", 'data.path="": String should have at least 1 character'),
         ("deepspeed=zero1_bf61", 'deepspeed="zero1_bf61": no such file in ds_configs; nearest zero1_bf16'),
@@ -57,10 +54,7 @@ def refused(path: Path, *overrides: str) -> list[str]:
         ("train.keep_last=0", "train.keep_last=0: must be greater than 0"),
         ("train.keep_best=-1", "train.keep_best=-1: must be greater than or equal to 0"),
         ('train.stop_when={"evaluations": 0}', "train.stop_when.evaluations=0: must be greater than 0"),
-        (
-            'train.stop_when={"evaluations": 2, "by": -1}',
-            "train.stop_when.by=-1: must be greater than or equal to 0",
-        ),
+        ('train.stop_when={"evaluations": 2, "by": -1}', "train.stop_when.by=-1: must be greater than or equal to 0"),
         ('train.stop_when={"by": 0.5}', "train.stop_when.evaluations: required, and missing"),
         ("train.guards.spike.window=1", "train.guards.spike.window=1: must be greater than or equal to 2"),
         ("train.guards.spike.deviations=0", "train.guards.spike.deviations=0: must be greater than 0"),

@@ -51,10 +51,7 @@ import pytest
             "zero_optimization.offload_optimizer.device=nvme",
             ['zero_optimization.offload_optimizer.device="nvme": must be none or cpu'],
         ),
-        (
-            "zero_optimization.zenflow={}",
-            ["zero_optimization.zenflow: needs DeepSpeed's own optimiser; leave it out"],
-        ),
+        ("zero_optimization.zenflow={}", ["zero_optimization.zenflow: needs DeepSpeed's own optimiser; leave it out"]),
         (
             "zero_optimization.offload_optimizer.ratio=0.5",
             ["zero_optimization.offload_optimizer.ratio=0.5: must be 1: a part alone needs DeepSpeed's own optimiser"],

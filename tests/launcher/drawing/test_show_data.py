@@ -147,12 +147,7 @@ def test_show_writes_a_png_and_never_over_one(
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_show_refuses_in_one_line(
-    folders: Path,
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
-    refusal: Refusal,
-    monkeypatch: pytest.MonkeyPatch,
+    folders: Path, tmp_path: Path, arguments: list[str], message: str, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert message in refusal("data", "show", folders / arguments[0], *arguments[1:])

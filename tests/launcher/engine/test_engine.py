@@ -138,8 +138,7 @@ def test_ranks_are_the_launchers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"RANK": "x"}, "must be integers"), ({"RANK": "2"}, "RANK=2: must be from 0 to 1")],
+    ("changes", "message"), [({"RANK": "x"}, "must be integers"), ({"RANK": "2"}, "RANK=2: must be from 0 to 1")]
 )
 def test_wrong_ranks_are_refused(changes: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

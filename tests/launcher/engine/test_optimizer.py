@@ -14,13 +14,7 @@ from torch import Tensor
 from longstride.launcher.config import RunConfig
 from longstride.launcher.engine import muon, states
 from longstride.launcher.engine.muon import Matrix, Muon, matrices_in, orthogonal
-from longstride.launcher.engine.optimizer import (
-    PARTS,
-    make_optimizer,
-    make_schedule,
-    parameter_groups,
-    rate_factor,
-)
+from longstride.launcher.engine.optimizer import PARTS, make_optimizer, make_schedule, parameter_groups, rate_factor
 from longstride.launcher.planning import costs
 from longstride.launcher.planning.rehearsal import LiveBytes
 from longstride.sparse_model import SparseTransformer

@@ -22,11 +22,7 @@ from longstride.launcher import cli
 from longstride.launcher.checkpoints.checkpoint import open_checkpoint
 from longstride.launcher.checkpoints.manifest import read_checkpoint_config
 from longstride.launcher.checkpoints.saved_state import master_weights
-from longstride.launcher.evaluation.evaluate import (
-    check_sharing,
-    evaluation_line,
-    score,
-)
+from longstride.launcher.evaluation.evaluate import check_sharing, evaluation_line, score
 from longstride.launcher.evaluation.exact_sums import ExactSums
 from longstride.launcher.evaluation.positions import (
     bin_numbers,
@@ -338,10 +334,7 @@ def test_positions_are_written_beside_each_other(
         (["--min-context", "-1"], "--min-context=-1: must be from 0 to 63, less than the model's context; nearest 0"),
         (["--positions", "{}/a.pdf"], "--positions={}/a.pdf: must be a .png in a folder that exists; such as new.png"),
         (["--positions", "{}/there.png"], "--positions={}/there.png: already exists and is not overwritten"),
-        (
-            ["--positions", "{}/b.png"],
-            "--positions={}/b.png: {}/b.json already exists and is not overwritten",
-        ),
+        (["--positions", "{}/b.png"], "--positions={}/b.png: {}/b.json already exists and is not overwritten"),
         (
             ["--sequence-parallel", "2"],
             "--sequence-parallel=2: must divide the 1 process that a launcher started; nearest 1",

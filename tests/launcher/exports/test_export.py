@@ -178,10 +178,7 @@ def test_nothing_of_an_export_names_the_machine(run: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("words", "fields"),
-    [
-        ("apache-2.0", ["license: apache-2.0"]),
-        ("other:My own: 1.0", ["license: other", 'license_name: "My own: 1.0"']),
-    ],
+    [("apache-2.0", ["license: apache-2.0"]), ("other:My own: 1.0", ["license: other", 'license_name: "My own: 1.0"'])],
 )
 def test_card_has_the_license_that_was_asked_for(words: str, fields: list[str], run: Path, tmp_path: Path) -> None:
     options = ["--license", words, "--no-check", "--output", str(tmp_path / "out")]

@@ -110,10 +110,7 @@ def test_what_cannot_be_is_told_in_one_line(
             [exported, "--format", "pt2", "--output", exported],
             f"--output={exported}: already exists and is not overwritten",
         ),
-        (
-            [chosen, "--format", "pt2", *new],
-            f"--format=pt2: attention of type moba {shapes}, lsh, match, routing",
-        ),
+        ([chosen, "--format", "pt2", *new], f"--format=pt2: attention of type moba {shapes}, lsh, match, routing"),
         ([tmp_path, "--format", "pt2", *new], f"{tmp_path}: has no config.json; name a folder written by"),
     ):
         assert refusal("export", *words).startswith(told)

@@ -95,10 +95,7 @@ def test_every_byte_counts_once_however_small_the_file(size: int, tmp_path: Path
         (["--likelihood", "{file}", "--min-context", "64"], "--min-context=64: must be from 0 to 63"),
         (["--likelihood", "{file}", "--batch", "0"], "--batch=0: must be from 1 to 65,536 contexts; such as 4"),
         (["--batch", "3"], "--batch: only works together with --likelihood FILE; leave it out"),
-        (
-            ["--likelihood", "{file}", "--prompt", "x"],
-            "--likelihood: scores a file and does not sample; leave out --p",
-        ),
+        (["--likelihood", "{file}", "--prompt", "x"], "--likelihood: scores a file and does not sample; leave out --p"),
     ],
 )
 def test_likelihood_refuses_what_it_cannot_score(

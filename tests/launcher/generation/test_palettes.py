@@ -81,10 +81,7 @@ def test_a_picture_is_scored_in_bits_per_pixel(model: Path, tmp_path: Path, caps
 
 
 REFUSED = [
-    (
-        ["sample", "{model}", "--likelihood", "{file}"],
-        "scores pixels of pictures, not bytes of files; add --decoded",
-    ),
+    (["sample", "{model}", "--likelihood", "{file}"], "scores pixels of pictures, not bytes of files; add --decoded"),
     (["sample", "{model}", "--modality", "text"], "--modality=text: the model's tokens are colours of a palette"),
     (["sample", "{model}", "--prompt", "four"], "--prompt: has 4 bytes: must be whole pixels of 3 bytes"),
     (["compress", "{file}", "--model", "{model}", "--output", "x.lsz"], "compress needs a model of bytes"),

@@ -165,10 +165,7 @@ def count(weights: dict[str, torch.Tensor]) -> None:
             "/config.json: format=2: this Longstride reads 1 to 1",
         ),
         (lambda folder: resave(folder, lambda weights: weights.pop("norm.bias")), "config.json: it lacks norm.bias"),
-        (
-            lambda folder: resave(folder, lambda weights: weights.update(more=torch.ones(2))),
-            "it has unknown more",
-        ),
+        (lambda folder: resave(folder, lambda weights: weights.update(more=torch.ones(2))), "it has unknown more"),
         (lambda folder: resave(folder, narrow), "it has embedding.start of [5] instead of [32]"),
         (lambda folder: resave(folder, count), "tensors of F32, I64; all must have one type of F32, F16, BF16"),
     ],

@@ -223,10 +223,7 @@ def test_schema_lies_beside_and_is_shared(folders: Path, place: Path) -> None:
 @pytest.mark.parametrize(
     "words, line",
     [
-        (
-            ["mine", "--like", "enwik8_routin"],
-            "--like=enwik8_routin: no preset of that name; nearest enwik8_routing",
-        ),
+        (["mine", "--like", "enwik8_routin"], "--like=enwik8_routin: no preset of that name; nearest enwik8_routing"),
         (["mine", "--like", "demo", "--size", "small"], "--size=small: --like shrinks a preset to tiny; leave --size"),
         (["mine", "--like", "enwik8_fixed"], "data/enwik8: no such folder; build it with `longstride data build "),
         (["mine", "--like", "cifar10_dense", "--data", "{text}"], "--like=cifar10_dense: the preset reads image, and"),

@@ -256,10 +256,7 @@ def test_a_plan_counts_what_lanes_carry(config_file: Path) -> None:
     [
         (("data.shuffle_bytes=1000",), "data.shuffle_bytes=1000: shuffles contexts, but model.attention carries state"),
         (("data.packing=false", "data.hop=32"), "data.hop=32: repeats bytes, but model.attention carries state"),
-        (
-            ('train.context_schedule=[{"steps": 2, "context": 32}, {"context": 64}]',),
-            "train.context_schedule",
-        ),
+        (('train.context_schedule=[{"steps": 2, "context": 32}, {"context": 64}]',), "train.context_schedule"),
         (("train.sequence_parallel=2",), "train.sequence_parallel=2: divides contexts, but model.attention carries"),
     ],
 )

@@ -14,13 +14,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import GuardsConfig
 from longstride.launcher.config.deepspeed_keys import check_keys
 from longstride.launcher.engine.step import Overflow
-from longstride.launcher.training.guards import (
-    Guards,
-    GuardStopError,
-    read_incidents,
-    spike_reason,
-    write_incident,
-)
+from longstride.launcher.training.guards import Guards, GuardStopError, read_incidents, spike_reason, write_incident
 from longstride.launcher.training.replay import Record, compare, find_record, outcome_line
 from tests.harness.lines import incident, step_line, write_metrics
 

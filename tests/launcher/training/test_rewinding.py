@@ -14,11 +14,7 @@ import pytest
 
 from longstride.data_pipelines.modalities import modality_named
 from longstride.data_pipelines.order.lanes import StreamState
-from longstride.launcher.checkpoints.checkpoint import (
-    checkpoint_folder,
-    list_checkpoints,
-    open_checkpoint,
-)
+from longstride.launcher.checkpoints.checkpoint import checkpoint_folder, list_checkpoints, open_checkpoint
 from longstride.launcher.checkpoints.saving import point_to
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run import RunSetup
@@ -177,11 +173,7 @@ def test_lines_that_wait_for_room_outlive_a_rewind(folder: Folder, monkeypatch: 
             folder.recorder.rewind(2, step_line(7))
     assert metrics.LineFile._write is write
     folder.recorder.rewind(2, step_line(7))
-    assert [(line["step"], line["split"]) for line in folder.lines()] == [
-        (1, "train"),
-        (2, "train"),
-        (2, "validation"),
-    ]
+    assert [(line["step"], line["split"]) for line in folder.lines()] == [(1, "train"), (2, "train"), (2, "validation")]
 
 
 def test_rewind_without_a_whole_checkpoint_is_a_stop_in_line_and_incident(folder: Folder) -> None:

@@ -108,10 +108,7 @@ def test_guards_forget_the_losses_of_another_stage_where_one_begins(taken: int, 
     "stages, message",
     [
         ([], "train.context_schedule=[]: must have a stage"),
-        (
-            [{"context": 24, "steps": 2}, {"context": 64}],
-            "[0].context=24: must divide model.context 64",
-        ),
+        ([{"context": 24, "steps": 2}, {"context": 64}], "[0].context=24: must divide model.context 64"),
         ([{"context": 16, "steps": 2}, {"context": 32}], "[1].context=32: must be model.context 64"),
         ([{"context": 32, "steps": 2}, {"context": 16, "steps": 2}, {"context": 64}], "must be at least that of"),
         ([{"context": 16}, {"context": 64}], "train.context_schedule[0].steps: required, and missing"),

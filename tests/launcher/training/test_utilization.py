@@ -77,10 +77,7 @@ def test_utilization_is_operations_by_time_and_the_peak_of_all_devices(
     found = Utilization(load_config(config_file), Ranks(), CPU)
     assert found.peak == 1e9
     fields = found.fields(0.5)
-    assert fields == {
-        "mfu": found.visited / 0.5e9,
-        "mfu_dense_equivalent": found.dense / 0.5e9,
-    }
+    assert fields == {"mfu": found.visited / 0.5e9, "mfu_dense_equivalent": found.dense / 0.5e9}
 
 
 @pytest.mark.parametrize(
