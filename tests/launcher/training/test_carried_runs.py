@@ -25,7 +25,7 @@ from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import ModelConfig, Session, SparseTransformer, generate
 from longstride.testing.subjects import awake
 from tests.harness.layouts import losses_of, train_through
-from tests.harness.runs import complete, metrics, spawn
+from tests.harness.runs import complete, metrics
 from tests.launcher.training.test_objectives import evaluated
 from tests.launcher.training.test_training import LOW_SCALE
 
@@ -148,11 +148,14 @@ def test_lanes_that_are_not_finite_begin_anew_and_steps_that_are_not_taken_are_r
     assert continued(lanes, batch_of([2, 12, 22])) == [True, True, False]
 
 
-def test_evaluation_has_one_figure_for_any_processes_and_equals_the_definition(
-    config_file: Path, tmp_path: Path
-) -> None:
-    losses_of(config_file, tmp_path / "run", 2, 1, *MODEL)
-    line, model, data = evaluated(tmp_path / "run")
+@pytest.fixture
+def run(trained: Callable[..., Path]) -> Path:
+    """A finished run in lanes, which all tests share."""
+    return trained("carried", 1, *MODEL)
+
+
+def test_evaluation_has_one_figure_for_any_processes_and_equals_the_definition(run: Path) -> None:
+    line, model, data = evaluated(run)
     nats, carried, num_continued = [], model.new_carried(2, torch.device("cpu"), torch.float32), 0
     with torch.no_grad():
         for batch in data.evaluation():
@@ -197,24 +200,11 @@ def test_a_session_reads_on_as_training_does(config_file: Path, changes: tuple[s
         torch.testing.assert_close(copied.logits, expected[1:, 201], rtol=0, atol=1e-12)
 
 
-def test_samples_go_on_behind_the_context(config_file: Path, tmp_path: Path, capsys: Any) -> None:
-    run, model, text = tmp_path / "run", tmp_path / "model", tmp_path / "text"
-    losses_of(config_file, run, 2, 1, *MODEL)
+def test_samples_go_on_behind_the_context(run: Path, tmp_path: Path, capsys: Any) -> None:
+    model, text = tmp_path / "model", tmp_path / "text"
     assert main(["export", str(run), "--output", str(model)]) == 0
-    sample = [
-        "sample",
-        str(model),
-        "--prompt",
-        "abc",
-        "--bytes",
-        "200",
-        "--slide",
-        "--temperature",
-        "0",
-        "--output",
-        str(text),
-    ]
-    assert main(sample) == 0, capsys.readouterr()
+    sample = ["sample", str(model), "--prompt", "abc", "--bytes", "200", "--slide", "--temperature", "0"]
+    assert main([*sample, "--output", str(text)]) == 0, capsys.readouterr()
     network, tokens = load_model(model), torch.tensor([list(b"abc")])
     for token in generate(network, tokens, 100, temperature=0, slide=True):
         tokens = torch.cat([tokens, token[:, None]], 1)
@@ -224,7 +214,7 @@ def test_samples_go_on_behind_the_context(config_file: Path, tmp_path: Path, cap
             output: Any = network(piece, return_extras=True, carried=carried)
             carried = output.carried
     assert int(output.rows[0, -1].argmax()) == int(tokens[0, -1])
-    assert b"".join(path.read_bytes() for path in [text]).startswith(bytes(tokens[0].tolist()))
+    assert text.read_bytes().startswith(bytes(tokens[0].tolist()))
 
 
 @pytest.mark.parametrize("size", [1, 64, 65, 200])
@@ -267,7 +257,6 @@ def test_what_breaks_lanes_is_refused(
     assert found.startswith(line)
 
 
-def test_overlapping_windows_are_refused(config_file: Path, tmp_path: Path) -> None:
-    losses_of(config_file, tmp_path / "run", 2, 1, *MODEL)
-    ended = spawn(["evaluate", str(tmp_path / "run"), "--min-context", "8"], 1, {"VERB": "1"})
-    assert ended.codes == [2] and "--min-context=8: repeats bytes, but the model carries" in ended.stderr[0]
+def test_overlapping_windows_are_refused(run: Path, refusal: Callable[..., str]) -> None:
+    line = refusal("evaluate", run, "--min-context", "8")
+    assert line.startswith("--min-context=8: repeats bytes, but the model carries")

@@ -46,17 +46,26 @@ MODEL = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def labelled(shared: Callable[..., Path]) -> Path:
     """A data folder of 90 documents of 10 to 150 bytes in shards of 400, which divide some of them."""
-    folder, draw, files = tmp_path_factory.mktemp("labelled"), random.Random(0), {}
-    for number in range(90):
-        label = draw.randrange(3)
-        letters = bytes(draw.choices(LETTERS[label], k=draw.randint(6, 146)))
-        files |= {f"{number}.txt": b"%04d" % number + letters, f"{number}.cls": b"%d" % label}
-    source = write_files(folder / "source", files)
-    build([source], folder / "data", labels=True, validation_fraction=0.2, shard_bytes=400)
-    return folder / "data"
+
+    def make(folder: Path) -> None:
+        draw, files = random.Random(0), {}
+        for number in range(90):
+            label = draw.randrange(3)
+            letters = bytes(draw.choices(LETTERS[label], k=draw.randint(6, 146)))
+            files |= {f"{number}.txt": b"%04d" % number + letters, f"{number}.cls": b"%d" % label}
+        source = write_files(folder / "source", files)
+        build([source], folder / "data", labels=True, validation_fraction=0.2, shard_bytes=400)
+
+    return shared("labelled", make) / "data"
+
+
+@pytest.fixture
+def run(trained: Callable[..., Path], labelled: Path) -> Path:
+    """A finished run that classifies, which all tests share."""
+    return trained("classify", 1, f"data.path={labelled}", *MODEL)
 
 
 @pytest.fixture
@@ -176,11 +185,10 @@ def test_models_of_tokens_and_classes_share_all_but_start_masks_and_logits() -> 
 
 
 def test_evaluation_has_one_figure_for_any_processes_and_equals_the_definition(
-    config_file: Path, tmp_path: Path, labelled: Path, capsys: Any
+    run: Path, tmp_path: Path, labelled: Path, capsys: Any
 ) -> None:
     """Of the run, and of its export on named data. Each context of a longer document counts."""
-    run, model = tmp_path / "run", tmp_path / "model"
-    losses_of(config_file, run, 6, 1, *MODEL)
+    model = tmp_path / "model"
     assert main(["export", str(run), "--output", str(model)]) == 0
     capsys.readouterr()
     lines = []
@@ -202,9 +210,8 @@ def test_evaluation_has_one_figure_for_any_processes_and_equals_the_definition(
     assert lines[0]["loss_nats"] == pytest.approx(torch.stack(nats).mean().item(), rel=1e-5)
 
 
-def test_verbs_that_need_tokens_say_that_there_are_classes(config_file: Path, tmp_path: Path, capsys: Any) -> None:
-    run, model, text = tmp_path / "run", str(tmp_path / "model"), str(tmp_path / "text")
-    losses_of(config_file, run, 2, 1, *MODEL)
+def test_verbs_that_need_tokens_say_that_there_are_classes(run: Path, tmp_path: Path, capsys: Any) -> None:
+    model, text = str(tmp_path / "model"), str(tmp_path / "text")
     Path(text).write_text("some text")
     assert main(["export", str(run), "--output", model]) == 0, capsys.readouterr()
     card = (tmp_path / "model/README.md").read_text()
@@ -230,11 +237,11 @@ def test_verbs_that_need_tokens_say_that_there_are_classes(config_file: Path, tm
         assert "objective" in line and "classify" in line, line
 
 
-def test_a_page_compares_no_labels_with_bytes(config_file: Path, tmp_path: Path, capsys: Any) -> None:
-    losses_of(config_file, tmp_path / "classes", 2, 1, *MODEL)
-    losses_of(config_file, tmp_path / "bytes", 2, 1)
+def test_a_page_compares_no_labels_with_bytes(
+    run: Path, trained: Callable[..., Path], tmp_path: Path, capsys: Any
+) -> None:
+    runs = [str(trained("alone", 1)), str(run)]
     capsys.readouterr()
-    runs = [str(tmp_path / name) for name in ("bytes", "classes")]
     assert main(["report", *runs, "--quick", "--output", str(tmp_path / "page.html")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "counts bits per label, and" in line and line.endswith("; give runs of one objective")
