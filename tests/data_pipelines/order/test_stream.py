@@ -137,7 +137,7 @@ def uninterrupted(corpus):
     return list(global_batches(corpus, stream.lanes.batches_before(3)))
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [3, 8, 24])
 def test_stream_does_not_depend_on_world_size(corpus, uninterrupted, world_size):
     assert_same(global_batches(corpus, len(uninterrupted), world_size), uninterrupted)
 
@@ -149,8 +149,7 @@ def assert_same(found, expected):
         assert torch.equal(tokens, other_tokens) and torch.equal(ids, other_ids) and state == other_state
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("world_size", [1, 6])
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 3), (6, 1)])
 def test_stream_does_not_depend_on_workers(corpus, uninterrupted, world_size, workers):
     assert_same(global_batches(corpus, 40, world_size, workers=workers, prefetch=3), uninterrupted[:40])
 
