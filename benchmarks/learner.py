@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from longstride.launcher.config import TrainConfig
 from longstride.launcher.engine.muon import Muon, matrices_in
 from longstride.launcher.engine.optimizer import MATRICES, make_optimizer, parameter_groups, rate_factor
-from longstride.launcher.engine.states import MOMENTUM, Slice, Vector
-from longstride.launcher.engine.tables import Tables
+from longstride.launcher.engine.states import MOMENTUM, TABLES, Slice, Vector
+from longstride.launcher.engine.tables import HeldTable
 from longstride.launcher.ranks import Ranks
 from longstride.sparse_model import ModelConfig, SparseTransformer
 
@@ -31,7 +31,7 @@ class Learner:
         self.network = SparseTransformer(model)
         self.train, self.tables = train, None
         if self.network.embedding.ngrams is not None:
-            self.tables = Tables(self.network.embedding.ngrams, train, Ranks(), sharded=False)
+            self.tables = HeldTable(TABLES, self.network.embedding.ngrams, train, Ranks(), sharded=False)
         self.network.to(device, dtype)
         self.weights = dict(self.network.named_parameters())
         self.masters = {name: nn.Parameter(weight.detach().float()) for name, weight in self.weights.items()}

@@ -1,7 +1,7 @@
 """The Sparse Transformer: ``SparseTransformer(ModelConfig.model_validate({...}))``, and sampling from it.
 
 Exports the model and its configuration, the sequence-parallel division, the base class of all configurations,
-``Session`` and ``generate`` for inference, the inputs, outputs and costs of blocks, and n-gram tables and experts,
+``Session`` and ``generate`` for inference, the inputs, outputs and costs of blocks, and tables of rows and experts,
 which a trainer may store elsewhere.
 """
 
@@ -14,7 +14,7 @@ else:
     from longstride.sparse_model.division import Division
     from longstride.sparse_model.feed_forwards.experts import Experts, ExpertsConfig
     from longstride.sparse_model.generation import generate, wrong_settings
-    from longstride.sparse_model.ngrams import Ngrams, add_rows
+    from longstride.sparse_model.ngrams import Ngrams, Table, sum_rows
     from longstride.sparse_model.part import BlockContext, MixerOutput, Work
     from longstride.sparse_model.session import Session
     from longstride.sparse_model.strict import StrictModel, config_error

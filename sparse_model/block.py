@@ -218,7 +218,7 @@ class Reversible(torch.autograd.Function):
                 set_device_states(devices, states)
                 read = before.to(ctx.dtype).detach().requires_grad_()
                 again = part(read, context._replace(shared=shared))
-            outputs, grads = [again.rows], [grad_written.to(again.rows.dtype)]
+            outputs, grads = [again.rows], [grad_written.to(again.rows.dtype, copy=True)]  # a part may store it
             if again.auxiliary_loss is not None and grad_auxiliary is not None:
                 outputs.append(again.auxiliary_loss)
                 grads.append(grad_auxiliary)

@@ -1,4 +1,6 @@
-"""Hash n-gram embeddings: a row for the last n tokens, for several n, added to the token embedding.
+"""Tables with rows, of which a position reads a few, and those of n-grams.
+
+Hash n-gram embeddings have a row for the last n tokens, for several n, added to the token embedding.
 
 As in byte-latent transformers (Pagnoni et al. 2024, section 3.2.1) and over-tokenized transformers (Huang et al. 2025).
 Letters: B batch, N positions, C width, V vocabulary, L longest order, O orders, R rows of each.
@@ -77,19 +79,48 @@ class NgramHash:
         return torch.cat([keys[..., :exact], rows], -1) + offsets if exact else rows + offsets
 
 
-class Ngrams(Part):
-    """The sum of one row for each order n, that of ``NgramHash``."""
+class Table(Part):
+    """Rows of which a position reads a few, and outputs their sum. A trainer may store the rows elsewhere."""
 
-    part, trained_as = "n-gram tables", "tables"
+    trained_as = "tables"
+
+    def __init__(self, rows: int, width: int, reads: int, *, weighted: bool = False) -> None:
+        """Make the rows, of which each position reads ``reads``, maybe with weights."""
+        super().__init__()
+        self.reads, self.weighted = reads, weighted
+        # Zeros take no memory until they change.
+        self.rows = nn.Parameter(torch.zeros(rows, width))
+        # If set, called as (ids, dtype, weights, real) by ``read``: the rows are stored elsewhere.
+        self.reader: Callable[[Tensor, torch.dtype, Tensor | None, Tensor | None], Tensor] | None = None
+
+    def read(
+        self, ids: Tensor, dtype: torch.dtype, weights: Tensor | None = None, real: Tensor | None = None
+    ) -> Tensor:
+        """Sum rows.
+
+        Args:
+            ids: (B, n, K) int64, the rows that each position reads.
+            dtype: of the result, to which the sum is rounded once.
+            weights: (B, n, K), of these rows; None: 1.
+            real: (B, n) bool, False where a position is padding, which trains no row; None: all are real.
+
+        Returns:
+            (B, n, C).
+        """
+        if self.reader is None:
+            return sum_rows(self.rows, ids, weights).to(dtype)
+        return self.reader(ids, dtype, weights, real)
+
+
+class Ngrams(Table):
+    """The sum of one row for each order n, that of ``NgramHash``. All rows begin at 0; their gradients differ."""
+
+    part = "n-gram tables"
 
     def __init__(self, orders: Sequence[int], rows: int, vocabulary: int, width: int) -> None:
-        super().__init__()
+        super().__init__(len(orders) * rows, width, len(orders))
         self.orders, self.num_rows = orders, rows
         self.ids = NgramHash(orders, rows, vocabulary)
-        # Zeros take no memory until they change. They need no noise, as their gradients differ.
-        self.rows = nn.Parameter(torch.zeros(len(orders) * rows, width))
-        # Where set, called as (h, ids (B, n, O), real) in place of ``add_rows``: the rows lie elsewhere than here.
-        self.adder: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 
     def forward(self, h: Tensor, before: Tensor, places: Tensor | None = None, real: Tensor | None = None) -> Tensor:
         """Add the n-gram rows to h.
@@ -97,15 +128,17 @@ class Ngrams(Part):
         Args:
             h: (B, n, C).
             before, places: as ``NgramHash`` takes them.
-            real: (B, n) bool, False where a row is padding, which reads no row of a table; None: all are real.
+            real: as ``read`` takes it.
 
         Returns:
             (B, n, C), in the dtype of h.
         """
-        ids = self.ids(before, places)
-        return add_rows(h, self.rows, ids) if self.adder is None else self.adder(h, ids, real)
+        return h + self.read(self.ids(before, places), h.dtype, real=real)
 
 
-def add_rows(h: Tensor, rows: Tensor, ids: Tensor) -> Tensor:
-    """Add the sum of the rows (·, C) of ids (B, n, O) to h (B, n, C), rounded once to the dtype of h."""
-    return h + F.embedding_bag(ids.flatten(0, 1), rows, mode="sum").view(h.shape).to(h.dtype)
+def sum_rows(rows: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sum the rows (·, C) of ids (B, n, K), with weights (B, n, K) or 1: (B, n, C)."""
+    if weights is not None:
+        weights = weights.flatten(0, 1).to(rows.dtype)
+    sums = F.embedding_bag(ids.flatten(0, 1), rows, mode="sum", per_sample_weights=weights)
+    return sums.view(*ids.shape[:2], -1)

@@ -57,8 +57,7 @@ def load(engine: DeepSpeedEngine, checkpoint: Checkpoint, config: RunConfig, ran
     """
     saved = ranks.run_on_all(lambda: SavedState(checkpoint))
     load_state(engine, saved, ranks)
-    if saved.tables is not None:
-        saved.tables.load(engine)
+    saved.tables.load(engine)
     if engine.lanes is not None:
         ranks.run_on_all(lambda: load_lanes(engine, checkpoint, ranks))
     checkpoint.load_generators(config, ranks, engine.device)

@@ -78,7 +78,7 @@ class SavedState:
         self._expert_files = range(0)
         if size := checkpoint.config.train.expert_parallel:
             self._expert_files = range(self._manifest.world_size, self._manifest.world_size + size)
-        self.tables = None if checkpoint.config.model.ngrams is None else SavedTables(checkpoint)
+        self.tables = SavedTables(checkpoint)
         with refuse_foreign_content(self._folder):
             self._map()
             self.numbers = {name: int(self._model[name]) for name in COUNTERS}
@@ -181,9 +181,8 @@ class SavedState:
 
     @property
     def model_shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the complete model. ``shapes`` only has parameters that DeepSpeed saved, so no n-gram tables."""
-        tables = {} if self.tables is None else {states.TABLES: self.tables.shape}
-        return self.shapes | tables | {name: buffer.shape for name, buffer in self.buffers.items()}
+        """Shapes of the complete model. ``shapes`` only has parameters that DeepSpeed saved, so no tables."""
+        return self.shapes | self.tables.shapes | {name: buffer.shape for name, buffer in self.buffers.items()}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -196,8 +195,8 @@ class SavedState:
 
     def tensor(self, name: str, kind: str = MASTER) -> Tensor:
         """Return one parameter's tensor of a kind: a copy, fp32, on the CPU."""
-        if name == states.TABLES and self.tables is not None:
-            return self.tables.tensor(kind)
+        if name in self.tables.shapes:
+            return self.tables.tensor(kind, name)
         if name in self._model["buffer_names"]:  # the same for every kind
             return self.buffers[name].clone()
         if self._remapped and self._taken > MAPPED_BYTES:
@@ -340,38 +339,39 @@ def load_lanes(engine: DeepSpeedEngine, checkpoint: Checkpoint, ranks: Ranks) ->
         lanes.fill(slice(start - first, stop - first), saved, slice(start - rank * size, stop - rank * size))
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file. ConfigError if it cannot be read."""
+def _read_tensors(path: Path, prefix: str | None = None) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file, or those of a ``table_prefix``. ConfigError if it cannot be read."""
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dictionary
+            names = [name for name in file.keys() if prefix in (None, name[: name.rfind(".") + 1])]  # noqa: SIM118
+            return {name[len(prefix or "") :]: file.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
 class SavedTables:
-    """The n-gram tables in a checkpoint: one safetensors file a rank, for every ZeRO stage.
+    """The tables in a checkpoint, by the names of the model's parameters: one safetensors file a rank, for every stage.
 
-    With W ranks, `tables-00001.safetensors` has rows 1, 1 + W, 1 + 2 W …, so any number of ranks can read them. All
-    tensors are fp32, named as in ``Tables.share``: weights and moving average (R, C); each row's second moment, number
-    of steps and step of its average (R,); and the number of all steps (1,). ConfigError if a file is missing.
+    With W ranks, `tables-00001.safetensors` has rows 1, 1 + W, 1 + 2 W … of each table, so any number of ranks can read
+    them. All tensors are fp32, named as in ``HeldTable.share``: weights and moving average (R, C); each row's second
+    moment, number of steps and step of its average (R,); and the number of all steps (1,). ConfigError if a file is
+    missing.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        tables = checkpoint.config.model.ngrams
-        assert tables is not None
+        shapes = Shapes.of_model(checkpoint.config.model)
+        self.shapes = {name: shape for name, shape in shapes.of.items() if name in shapes.tables}
         self._folder, self._ranks = checkpoint.folder, checkpoint.manifest.world_size
         self._decay = checkpoint.config.train.ema_decay
-        self.shape = torch.Size((len(tables.orders) * tables.rows, checkpoint.config.model.width))
         names = [share_name("tables", rank) for rank in range(self._ranks)]
         missing = [name for name in names if name not in checkpoint.manifest.files]
-        if missing:
-            raise ConfigError(f"{self._folder}: lacks {missing[0]}, which holds n-gram tables of its model")
+        if self.shapes and missing:
+            raise ConfigError(f"{self._folder}: lacks {missing[0]}, which holds tables of its model")
 
-    def tensor(self, kind: str) -> Tensor:
-        """Return all rows, (R, C) fp32: trained ("fp32"), or their moving average as of the checkpoint's step."""
-        table = torch.empty(self.shape)
-        for first, saved in self.shares():
+    def tensor(self, kind: str, name: str = states.TABLES) -> Tensor:
+        """Return all rows of a table, (R, C) fp32: trained ("fp32"), or their average as of the checkpoint's step."""
+        table = torch.empty(self.shapes[name])
+        for first, saved in self.shares(name):
             rows = saved["fp32"]
             if kind == AVERAGE:
                 assert self._decay is not None
@@ -383,23 +383,26 @@ class SavedTables:
 
     def load(self, engine: DeepSpeedEngine) -> None:
         """Load the tables into an engine of any layout."""
-        for first, saved in self.shares():
-            engine.held.parts[0].fill(first, self._ranks, saved, self._decay)
+        for part in engine.held.parts:
+            for first, saved in self.shares(part.name) if part.kind == "tables" else ():
+                part.fill(first, self._ranks, saved, self._decay)
 
-    def shares(self) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
-        """Yield each file's first row and its tensors."""
+    def shares(self, name: str) -> Iterator[tuple[int, Mapping[str, Tensor]]]:
+        """Yield the first row of a table in each file, and its tensors there."""
         for rank in range(self._ranks):
             path = self._folder / share_name("tables", rank)
-            saved = _read_tensors(path)
-            rows = len(range(rank, self.shape[0], self._ranks))
-            shapes = {"fp32": (rows, self.shape[1]), "exp_avg_sq": (rows,), "touches": (rows,), "steps": (1,)}
+            saved = _read_tensors(path, states.table_prefix(name))
+            count, width = self.shapes[name]
+            rows = len(range(rank, count, self._ranks))
+            shapes = {"fp32": (rows, width), "exp_avg_sq": (rows,), "touches": (rows,), "steps": (1,)}
             if self._decay is not None:
-                shapes |= {AVERAGE: (rows, self.shape[1]), f"{AVERAGE}_step": (rows,)}
+                shapes |= {AVERAGE: (rows, width), f"{AVERAGE}_step": (rows,)}
             saved_shapes = {
-                name: tuple(tensor.shape) for name, tensor in saved.items() if tensor.dtype == torch.float32
+                kind: tuple(tensor.shape) for kind, tensor in saved.items() if tensor.dtype == torch.float32
             }
             if saved_shapes != shapes or len(saved_shapes) != len(saved):
-                raise ConfigError(f"{path}: its tensors are not those of the model's n-gram tables")
+                what = "the model's n-gram tables" if name == states.TABLES else f"the model's {name}"
+                raise ConfigError(f"{path}: its tensors are not those of {what}")
             yield rank, saved
 
 

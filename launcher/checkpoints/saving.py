@@ -124,9 +124,10 @@ class Saver:
         probe, *_ = self._on_all_ranks(partial, lambda: take_probe(engine, self._config, partial, self._ranks))
         files.begin(background=self._config.train.checkpoint_in_background)
         engine.save_checkpoint(str(partial), tag=DEEPSPEED_TAG, save_latest=False)
-        for part in engine.held.parts:
-            if share := part.share():
-                files.save(share, str(partial / share_name(part.kind, self._ranks.rank)))
+        for kind in dict.fromkeys(part.kind for part in engine.held.parts):
+            shares = (part.share() for part in engine.held.parts if part.kind == kind)
+            if tensors := {name: tensor for share in shares for name, tensor in share.items()}:
+                files.save(tensors, str(partial / share_name(kind, self._ranks.rank)))
         if engine.lanes is not None:  # of which each rank has its own
             files.save(engine.lanes.share(), str(partial / share_name("lanes", self._ranks.rank)))
         if self._ranks.sequence_rank == 0:  # ranks that share contexts share their random states

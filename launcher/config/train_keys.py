@@ -23,10 +23,12 @@ class RatesConfig(StrictModel):
         default=None, gt=0, description="token and position embeddings, tables of synthesizers"
     )
     vectors: float | None = Field(
-        default=None, gt=0, description="norms, biases, convolutions, expert routers, spans, the first position"
+        default=None,
+        gt=0,
+        description="norms, biases, convolutions, expert routers, sub-keys, spans, the first position",
     )
     output: float | None = Field(default=None, gt=0, description="the projection to logits")
-    tables: float | None = Field(default=None, gt=0, description="n-gram tables")
+    tables: float | None = Field(default=None, gt=0, description="n-gram tables, values of product keys")
 
 
 class AdamWConfig(StrictModel):

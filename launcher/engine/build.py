@@ -38,10 +38,10 @@ from longstride.launcher.engine.optimizer import (
     make_schedule,
     parameter_groups,
 )
-from longstride.launcher.engine.tables import Tables
+from longstride.launcher.engine.tables import HeldTable
 from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import BlockContext, MixerOutput, ModelConfig, SparseTransformer
+from longstride.sparse_model import BlockContext, MixerOutput, ModelConfig, SparseTransformer, Table
 
 _PART_MODELS: dict[str, type[BaseModel]] = {  # DeepSpeed's classes for the sections that it checks strictly
     "zero_optimization": DeepSpeedZeroConfig,
@@ -73,9 +73,10 @@ def build_engine(
     model = SparseTransformer(config.model)
     if fill is not None:
         fill(model)
-    held: list[Held] = []
-    if model.embedding.ngrams is not None:
-        held.append(Tables(model.embedding.ngrams, config.train, ranks, sharded=config.zero_stage == 3))
+    tables = [(f"{path}.rows", module) for path, module in model.named_modules() if isinstance(module, Table)]
+    held: list[Held] = [
+        HeldTable(name, table, config.train, ranks, sharded=config.zero_stage == 3) for name, table in tables
+    ]
     if config.train.expert_parallel is not None:
         held.append(ParallelExperts(model, config.train, ranks, DTYPES[config.precision]))
     parameters, groups = (

@@ -30,7 +30,7 @@ from longstride.kernels import ConfigError
 from longstride.launcher.config import RunConfig, TrainConfig
 from longstride.launcher.models import DTYPES
 from longstride.launcher.ranks import LoneDivision
-from longstride.sparse_model import BlockContext, Division, MixerOutput, ModelConfig, SparseTransformer
+from longstride.sparse_model import BlockContext, Division, MixerOutput, ModelConfig, SparseTransformer, Table
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
@@ -150,7 +150,7 @@ def check_compiler() -> None:
 
 
 def compile_blocks(model: SparseTransformer) -> None:
-    """Compile every residual block for training steps, with one compilation for all blocks of a kind.
+    """Compile every residual block without a table for training steps, once for all blocks of a kind.
 
     Evaluations and probes stay uncompiled, so that they agree with other verbs, and no other batch shape is compiled.
     """
@@ -161,6 +161,8 @@ def compile_blocks(model: SparseTransformer) -> None:
     # This cache on disk knows forward passes alone: its backward pass may be one of another version of our operations.
     torch._functorch.config.enable_autograd_cache = False
     for block in model.blocks:
+        if any(isinstance(module, Table) for module in block.modules()):
+            continue  # its rows are read, and gradients stored, outside of the block
         # Compile only forward, since ZeRO 3 gathers parameters by hooks, which a compiled module would include.
         block.forward = _compile_for_training(block, block.forward)  # type: ignore[method-assign]
 

@@ -21,7 +21,7 @@ MASTER = "fp32"  # the kind of a saved tensor that holds weights; the others are
 MOMENTUM = "momentum_buffer"
 SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a dynamic loss scale
 HYSTERESIS = "delayed_shift"  # DeepSpeed's setting that ``cur_hysteresis`` counts down from
-TABLES = "embedding.ngrams.rows"  # a parameter unknown to DeepSpeed, see ``tables.py``
+TABLES = "embedding.ngrams.rows"  # the n-gram tables, a parameter unknown to DeepSpeed, see ``tables.py``
 # Keys of the optimiser's state: of Adam, Muon, Adafactor's matrices and Adafactor's vectors.
 MOMENTS = (("exp_avg", "exp_avg_sq"), (MOMENTUM,), ("row_var", "col_var"), ("variance",))
 
@@ -29,6 +29,11 @@ MOMENTS = (("exp_avg", "exp_avg_sq"), (MOMENTUM,), ("row_var", "col_var"), ("var
 def shape_of(kind: str, shape: torch.Size) -> torch.Size:
     """Return the shape of a parameter's state of a kind. Adafactor's means over rows and columns are smaller."""
     return torch.Size({"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}.get(kind, shape))
+
+
+def table_prefix(name: str) -> str:
+    """Return how the names of a table's tensors begin in a checkpoint. The first tables were those of n-grams."""
+    return "" if name == TABLES else f"{name}."
 
 
 def advance_average(average: Tensor, weights: Tensor, decay: float, lag: Tensor) -> Tensor:

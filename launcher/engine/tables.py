@@ -1,20 +1,21 @@
-"""The n-gram tables of a model in training. A step reads and changes only the few rows that its bytes touch.
+"""The tables of a model in training: n-grams, product keys. A step reads and changes only the few rows that it touches.
 
 As DeepSpeed parameters, tables of 10⁸ numbers would have dense gradients, moments and an all-reduce in every step, for
 some ten thousand rows. They are therefore removed from the model before the engine is built.
 
 **Forward**: rows are stored once, in fp32. Under ZeRO 0 to 2 every rank has all of them. Under ZeRO 3 rank r mod W has
-row r, and each rank requests the rows of its batch from their owners. **Backward**: all rows of a position get the
-gradient of its embedding, so a rank stores that and the row numbers. **Step**: the ranks exchange these in the model's
-precision. Each sums the gradients of its rows in fp32, in the order of the ranks, so replicas stay equal to the bit.
+row r, and each rank requests the rows of its batch from their owners. **Backward**: each row of a position gets the
+gradient of their sum, times its weight, so a rank stores that gradient, the row numbers and the weights. **Step**: the
+ranks exchange these, gradients in the model's precision. Each sums the gradients of its rows in fp32, in the order of
+the ranks, so replicas stay equal to the bit.
 
-Letters: W ranks, P positions of a step, O orders, C width, U rows touched.
+Letters: W ranks, P positions of a step, K rows of a position (orders of n-grams), C width, U rows touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from longstride.launcher.engine import states
 from longstride.launcher.engine.optimizer import rate_factor
 from longstride.launcher.models import AVERAGE
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import Ngrams, add_rows
+from longstride.sparse_model import Table, sum_rows
 
 DECAY = 0.95  # of the second moment, for each step that touches the row
 _GATHERED_ROWS = 1 << 16  # at once
@@ -33,8 +34,16 @@ _PADDING = -1  # instead of a row number
 _TINY = 1e-12  # added to the root of the second moment, far below any gradient's
 
 
-class Tables:
-    """The rows of a model's n-gram tables and their optimiser: row-wise Adam without a first moment. See ``Held``.
+class Bags(NamedTuple):
+    """The rows that the positions of a pass read, and the gradients of their sums."""
+
+    gradients: Tensor  # (P, C)
+    ids: Tensor  # (P, K) int32
+    weights: Tensor | None = None  # (P, K) fp32; None: 1
+
+
+class HeldTable:
+    """The rows of a table of a model and their optimiser: row-wise Adam without a first moment. See ``Held``.
 
     With g the gradient of a row and n the number of steps in which it was not zero, each such step computes:
 
@@ -46,31 +55,29 @@ class Tables:
 
     kind = "tables"
 
-    def __init__(self, ngrams: Ngrams, train: TrainConfig, ranks: Ranks, *, sharded: bool) -> None:
-        """Move the rows out of a model, which then calls ``add``. The process group must exist."""
-        self._train, self._ranks = train, ranks
+    def __init__(self, name: str, table: Table, train: TrainConfig, ranks: Ranks, *, sharded: bool) -> None:
+        """Move the rows, the model's parameter ``name``, out of it. The process group must exist."""
+        self.name, self._train, self._ranks = name, train, ranks
         self._part, self._parts = (ranks.rank, ranks.world_size) if sharded else (0, 1)
-        table = ngrams.rows.detach()
-        self.shape = table.shape
+        rows = table.rows.detach()
+        self.shape = rows.shape
         self.steps = 0  # taken by the optimiser
         # On a CPU without sharding, this is the model's own memory.
-        self.rows = table[self._part :: self._parts].to(ranks.device, torch.float32).contiguous()
+        self.rows = rows[self._part :: self._parts].to(ranks.device, torch.float32).contiguous()
         self._second = self.rows.new_zeros(len(self.rows))
         self._touches = torch.zeros_like(self._second)
         self._average: Tensor | None = None
         self._average_step = torch.zeros_like(self._second)  # step of each row's average
         if train.ema_decay is not None:  # begins at the first weights, as for other parameters
             self._average = self.rows.clone()
-        ngrams.register_parameter("rows", None)
-        ngrams.adder = self.add
-        self._pending: list[tuple[Tensor, Tensor]] = []  # row numbers (·, O) int32 and gradients (·, C) of each pass
+        table.register_parameter("rows", None)
+        table.reader = self.read
+        self._pending: list[Bags] = []
+        self._anchor = torch.zeros((), device=ranks.device, requires_grad=True)  # lets autograd call ``_Storing``
         self._reduced: tuple[Tensor, Tensor, Tensor] | None = None  # of a step: rows, sums and mean squares of their g
 
-    def add(self, h: Tensor, ids: Tensor, real: Tensor | None = None) -> Tensor:
-        """Return h (B, n, C) plus the rows of ids (B, n, O); store their gradients for ``step``. All ranks must call.
-
-        ``real``, (B, n) bool, is False at padding, which touches no row; None means no padding.
-        """
+    def read(self, ids: Tensor, dtype: torch.dtype, weights: Tensor | None, real: Tensor | None) -> Tensor:
+        """Compute ``Table.read``, and store gradients for ``step`` in the backward pass. All ranks must call."""
         rows, places = self.rows, ids
         if self._parts > 1:
             # Fetch each row once from its owner, (·, C) fp32.
@@ -81,7 +88,8 @@ class Tables:
             rows, _ = self._ranks.swap(self.rows.index_select(0, requested), expected, counts)
         if real is not None:
             ids = ids.where(real[..., None], _PADDING)
-        return _AddRows.apply(h, ids, rows, places, self._pending)
+        sums = sum_rows(rows, places, weights).to(dtype)
+        return _Storing.apply(sums, self._anchor, ids, weights, self._pending)
 
     def forget(self) -> None:
         """Drop the gradients of a step that is not taken."""
@@ -91,14 +99,15 @@ class Tables:
     @torch.no_grad()
     def reduce(self, scale: float) -> Tensor:
         """Sum the gradients of losses times ``scale`` since the last step; return the sum of all their squares."""
-        ids, gradients = (torch.cat(parts).contiguous() for parts in zip(*self._pending, strict=True))
+        columns = zip(*self._pending, strict=True)
+        local = [torch.cat(parts).contiguous() for parts in columns if parts[0] is not None]
         self._pending.clear()
-        width = gradients.shape[1] * gradients.itemsize
-        both = torch.cat([gradients.view(torch.uint8), ids.view(torch.uint8)], 1)  # one collective
-        gathered = self._ranks.gather(both).flatten(0, 1)  # (P, bytes)
-        gradients = gathered[:, :width].contiguous().view(gradients.dtype).float()
-        ids = gathered[:, width:].contiguous().view(torch.int32)
-        touched, sums = self._sum_by_row(ids, gradients.div_(scale * self._ranks.world_size))
+        in_bytes = [part.view(torch.uint8) for part in local]
+        gathered = self._ranks.gather(torch.cat(in_bytes, 1)).flatten(0, 1)  # (P, bytes), in one collective
+        pieces = gathered.split([part.shape[1] for part in in_bytes], 1)
+        bags = Bags(*(piece.contiguous().view(part.dtype) for piece, part in zip(pieces, local, strict=True)))
+        gradients = bags.gradients.float().div_(scale * self._ranks.world_size)
+        touched, sums = self._sum_by_row(bags._replace(gradients=gradients))
         squares = torch.linalg.vector_norm(sums, dim=1).square_()
         total = squares.sum()
         self._reduced = touched, sums, squares.div_(sums.shape[1])
@@ -125,9 +134,9 @@ class Tables:
             self._average_step[touched] = self.steps + 1.0
         self.steps += 1
 
-    def _sum_by_row(self, ids: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this rank's rows among ids (P, O), as (U,) int64, and the sums (U, C) of their gradients (P, C)."""
-        orders, flat = ids.shape[1], ids.flatten()
+    def _sum_by_row(self, bags: Bags) -> tuple[Tensor, Tensor]:
+        """Return this rank's rows among those of bags, as (U,) int64, and the sums (U, C) of their fp32 gradients."""
+        each, flat = bags.ids.shape[1], bags.ids.flatten()
         if self._parts > 1:
             mine = ((flat % self._parts == self._part) & (flat != _PADDING)).nonzero().squeeze(1)
             rows, order = (flat[mine] // self._parts).sort(stable=True)
@@ -138,7 +147,9 @@ class Tables:
             rows, order = rows[padding:], order[padding:]
         touched, counts = torch.unique_consecutive(rows, return_counts=True)
         # A row's positions are adjacent and in order, so its sum has the same bits on every rank.
-        sums = F.embedding_bag(order // orders, gradients, counts.cumsum(0) - counts, mode="sum")
+        weights = None if bags.weights is None else bags.weights.flatten()[order]
+        begins = counts.cumsum(0) - counts
+        sums = F.embedding_bag(order // each, bags.gradients, begins, mode="sum", per_sample_weights=weights)
         return touched.long(), sums
 
     def _move(self, touched: Tensor, sums: Tensor, square: Tensor, rate: float) -> None:
@@ -154,7 +165,7 @@ class Tables:
 
     @property
     def numel(self) -> int:
-        """The numbers of the complete tables."""
+        """The numbers of the complete table."""
         return self.shape.numel()
 
     def local(self) -> Iterator[Tensor]:
@@ -164,7 +175,7 @@ class Tables:
     def whole(self) -> dict[str, Tensor]:
         """Return all rows by the parameter's name, on every rank. All ranks must call."""
         if self._parts == 1:
-            return {states.TABLES: self.rows}
+            return {self.name: self.rows}
         rows, share = self.rows.new_empty(self.shape), -(-self.shape[0] // self._parts)
         for first in range(0, share, _GATHERED_ROWS):
             local = self.rows[first : first + _GATHERED_ROWS]
@@ -173,7 +184,7 @@ class Tables:
             for part, share_of_part in enumerate(shares):
                 places = rows[part :: self._parts][first : first + count]
                 places.copy_(share_of_part[: len(places)])
-        return {states.TABLES: rows}
+        return {self.name: rows}
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors of this rank's rows, by their names in a checkpoint."""
@@ -185,18 +196,20 @@ class Tables:
     def share(self) -> dict[str, Tensor]:
         """Return this rank's part of a checkpoint: rows rank, rank + W, rank + 2 W … and the number of steps.
 
-        All are fp32, which counts exactly to 16,777,216; by then a bias correction is 1.
+        Names begin with the parameter's, except those of n-gram tables. All are fp32, which counts exactly to
+        16,777,216; by then a bias correction is 1.
         """
         first, stride = (0, 1) if self._parts > 1 else (self._ranks.rank, self._ranks.world_size)
         tensors = {name: tensor[first::stride].contiguous().cpu() for name, tensor in self._tensors().items()}
-        return tensors | {"steps": torch.tensor([float(self.steps)])}
+        tensors["steps"] = torch.tensor([float(self.steps)])
+        return {states.table_prefix(self.name) + name: tensor for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def fill(self, first: int, stride: int, saved: Mapping[str, Tensor], decay: float | None) -> None:
         """Load those of rows first, first + stride … that belong to this rank, as one rank saved them.
 
-        ``decay`` is that of the saved average, or None. An average of another decay is advanced to its last step;
-        without one it begins at the weights.
+        Names in ``saved`` have no prefix. ``decay`` is that of the saved average, or None. An average of another decay
+        is advanced to its last step; without one it begins at the weights.
         """
         self.steps = int(saved["steps"])
         rows, average_step = saved["fp32"], torch.full_like(saved["exp_avg_sq"], float(self.steps))
@@ -212,17 +225,18 @@ class Tables:
             tensor.index_copy_(0, places, saved[name][mine].to(tensor.device))
 
 
-class _AddRows(torch.autograd.Function):
-    """h plus rows, as an autograd function. It stores the gradient with the row numbers and passes it on to h."""
+class _Storing(torch.autograd.Function):
+    """The identity of sums (B, n, C). Its backward pass, which runs once a step, stores what the step needs."""
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, ids: Tensor, rows: Tensor, places: Tensor, pending: list[tuple[Tensor, Tensor]]
+        ctx: Any, sums: Tensor, anchor: Tensor, ids: Tensor, weights: Tensor | None, pending: list[Bags]
     ) -> Tensor:
         ctx.ids, ctx.pending = ids.flatten(0, 1).int(), pending
-        return add_rows(h, rows, places)
+        ctx.weights = None if weights is None else weights.detach().flatten(0, 1).float()
+        return sums.view_as(sums)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.pending.append((ctx.ids, gradient.flatten(0, 1)))
+        ctx.pending.append(Bags(gradient.flatten(0, 1), ctx.ids, ctx.weights))
         return gradient, None, None, None, None

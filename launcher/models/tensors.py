@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from longstride.data_pipelines.durable import naming
 from longstride.kernels import ConfigError
 from longstride.launcher.verbs import PRECISIONS, WEIGHTS
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import ModelConfig, SparseTransformer, Table
 
 DTYPES = dict(zip(PRECISIONS, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 TRAINED, AVERAGE = WEIGHTS  # the average's name is also its key in the optimiser's state
@@ -115,6 +115,7 @@ class Shapes:
 
     of: dict[str, torch.Size]
     buffers: frozenset[str]  # names of buffers
+    tables: frozenset[str] = frozenset()  # names of parameters that few positions read, see ``Table``
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> Shapes:
@@ -122,6 +123,7 @@ class Shapes:
         with _Uninitialized():
             model, kinds = SparseTransformer.of_each_kind(config)
         buffers = dict(model.named_buffers()).keys()
+        tables = {f"{path}.rows" for path, module in model.named_modules() if isinstance(module, Table)}
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         numbers = {kind: f"{_BLOCKS}{number}." for number, kind in enumerate(kinds)}
         of_kind = {
@@ -137,6 +139,7 @@ class Shapes:
         return cls(
             {name: shapes[source] for name, source in names.items()},
             frozenset(name for name, source in names.items() if source in buffers),
+            frozenset(name for name, source in names.items() if source in tables),
         )
 
     @property

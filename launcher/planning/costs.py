@@ -25,7 +25,7 @@ import torch
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
 from longstride.launcher.planning.rehearsal import Activations
-from longstride.sparse_model import BlockConfig, Division, Experts, ModelConfig, Ngrams, SparseTransformer, Work
+from longstride.sparse_model import BlockConfig, Division, Experts, ModelConfig, SparseTransformer, Table, Work
 
 STAGES = (0, 1, 2, 3)
 MUON_BATCH = 1 << 24  # weights of the matrices that Muon computes at once
@@ -42,9 +42,15 @@ def parameter_parts(config: ModelConfig) -> dict[str, int]:
 
 
 def engine_parameters(config: ModelConfig) -> int:
-    """Count the parameters that DeepSpeed's optimiser updates in one process: all but n-gram tables."""
-    parts = parameter_parts(config)
-    return sum(parts.values()) - parts.get(Ngrams.part, 0)
+    """Count the parameters that DeepSpeed's optimiser updates in one process: all but tables."""
+    return sum(parameter_parts(config).values()) - sum(table.rows.numel() for table in _tables(config))
+
+
+def _tables(config: ModelConfig) -> list[Table]:
+    """Return the model's tables, without memory; layers of a kind have the same object."""
+    model, kinds = _one_of_each(config)
+    modules = [(model.embedding, 1), *kinds.values()]
+    return [part for module, count in modules for part in count * list(module.modules()) if isinstance(part, Table)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +219,7 @@ class States:
     average: int  # the fp32 moving average of the weights
     buffers: int  # in which DeepSpeed gathers weights and gradients
     at_step: int  # fp32 gradients and Muon's gathered matrices, which only exist in the optimiser's step
-    tables: int = 0  # n-gram tables, their optimiser's states, and the gradients of a step's positions
+    tables: int = 0  # rows, their optimiser's states, the gradients of a step's positions, and fetched rows
     tables_at_step: int = 0  # exchanged rows of the tables, and sums of their gradients
     experts: int = 0  # that ranks divide: weights, fp32 gradients and masters, moments, average
     carried: int = 0  # by the process's lanes, from the last batch and to the next
@@ -231,11 +237,11 @@ class States:
 def states(num_parameters: int, config: RunConfig, processes: int, stage: int, device: str = "cuda") -> States:
     """Return the memory of weights and optimiser on each of W processes (Rajbhandari et al. 2020, section 3.1).
 
-    Stage 1 shards masters, moments and average, stage 2 also gradients, stage 3 also weights and n-gram tables. States
-    that are offloaded to the CPU are included.
+    Stage 1 shards masters, moments and average, stage 2 also gradients, stage 3 also weights and tables. States that
+    are offloaded to the CPU are included.
 
     Args:
-        num_parameters: without n-gram tables.
+        num_parameters: without tables.
         device: cuda, or cpu, where memory only counts once it is written.
     """
     half = config.precision != "fp32"
@@ -266,7 +272,9 @@ def states(num_parameters: int, config: RunConfig, processes: int, stage: int, d
         average=4 * share(num_parameters, 1) if config.train.ema_decay is not None else 0,
         buffers=_buffer_bytes(num_parameters, config, stage, gradient_bytes, device),
         at_step=(4 * share(num_parameters, 1) if copied else 0) + matrix_bytes,
-        tables=tables.row_bytes * share(tables.rows, 3) + tables.sent_bytes // processes,
+        tables=tables.row_bytes * share(tables.rows, 3)
+        + tables.sent_bytes // processes
+        + (tables.sum_bytes * tables.fetched_rows if stage == 3 and processes > 1 else 0),
         tables_at_step=tables.sent_bytes + tables.sum_bytes * share(tables.touched_rows, 3),
         experts=expert_bytes,
         carried=2 * carried_bytes(config) // processes,
@@ -289,28 +297,33 @@ def carried_bytes(config: RunConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TableStep:
-    """The memory of n-gram tables. The figures of a step are upper bounds: positions may share rows."""
+    """The memory of all tables. The figures of a step are upper bounds: positions may share rows."""
 
     rows: int
     row_bytes: int  # a row with its second moment, its step counter, and the moving average
     touched_rows: int  # in a step of all processes
     sum_bytes: int  # for the gradient of a touched row
-    sent_bytes: int  # by all processes to every other: gradients of their positions, and row numbers
+    sent_bytes: int  # by all processes to every other: gradients of their positions, row numbers and weights
+    fetched_rows: int  # that a process stores for a backward pass under ZeRO 3: those with weights
 
 
 def table_step(config: RunConfig) -> TableStep:
-    """Return the memory of n-gram tables in an optimiser's step; all 0 if the model has none."""
-    model, tables = config.model, config.model.ngrams
-    if tables is None:
-        return TableStep(0, 0, 0, 0, 0)
-    orders, positions = len(tables.orders), config.train.global_batch * model.context
-    weights = 2 if config.train.ema_decay is not None else 1
+    """Return the memory of tables in an optimiser's step; all 0 if the model has none."""
+    model, train, tables = config.model, config.train, _tables(config.model)
+    if not tables:
+        return TableStep(0, 0, 0, 0, 0, 0)
+    positions, weights = train.global_batch * model.context, 2 if train.ema_decay is not None else 1
+    local = train.micro_batch * model.context // (train.sequence_parallel or 1)
+    fetched = [min(local * table.reads, len(table.rows)) for table in tables if table.weighted]
+    is_recomputed = train.activation_checkpointing or model.reversible  # one layer at a time
+    row_numbers = (4 * table.reads * (2 if table.weighted else 1) for table in tables)
     return TableStep(
-        rows=orders * tables.rows,
+        rows=sum(len(table.rows) for table in tables),
         row_bytes=4 * (weights * model.width + 3),
-        touched_rows=orders * min(positions, tables.rows),
+        touched_rows=sum(min(positions * table.reads, len(table.rows)) for table in tables),
         sum_bytes=4 * model.width,
-        sent_bytes=positions * (DTYPES[config.precision].itemsize * model.width + 4 * orders),
+        sent_bytes=positions * sum(DTYPES[config.precision].itemsize * model.width + each for each in row_numbers),
+        fetched_rows=max(fetched, default=0) if is_recomputed else sum(fetched),
     )
 
 
@@ -340,14 +353,15 @@ def matrix_weights(config: RunConfig) -> int:
 
 
 def _summed_over_parameters(config: ModelConfig, measure: Callable[[str, torch.Size], int]) -> int:
-    """Sum a measure of part and shape over all parameters but n-gram tables."""
-    model, kinds = _one_of_each(config.model_copy(update={"ngrams": None}))
+    """Sum a measure of part and shape over all parameters but tables."""
+    model, kinds = _one_of_each(config)
     roles = model.parameter_roles()
     times = [count for _, count in kinds.values()]
     total = 0
     for name, parameter in model.named_parameters():
-        block = re.match(r"blocks\.(\d+)\.", name)
-        total += (times[int(block[1])] if block else 1) * measure(roles[name].part, parameter.shape)
+        if (part := roles[name].part) != "tables":
+            block = re.match(r"blocks\.(\d+)\.", name)
+            total += (times[int(block[1])] if block else 1) * measure(part, parameter.shape)
     return total
 
 

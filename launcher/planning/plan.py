@@ -337,7 +337,7 @@ def _memory(plan: dict[str, Any]) -> list[str]:
         lines.append(f"  {row['processes']:>9}{row['stage']:>6}{cells} |{peaks[0]:>11}{peaks[1]:>12}")
     if tables["rows"]:
         lines.append(
-            f"  n-gram tables: {tables['rows']:,} rows, of which a step touches at most {tables['touched_rows']:,}; "
+            f"  tables: {tables['rows']:,} rows, of which a step touches at most {tables['touched_rows']:,}; "
             f"all processes send {tables['sent_bytes'] / 2**20:.1f} MiB to every other"
         )
     if carried := plan["carried_bytes"]:

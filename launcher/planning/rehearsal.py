@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from longstride.kernels.selections import section_reads
 from longstride.launcher.config import RunConfig
 from longstride.launcher.models import DTYPES
-from longstride.sparse_model import BlockConfig, Division, Experts, SparseTransformer
+from longstride.sparse_model import BlockConfig, Division, Experts, SparseTransformer, Table
 
 MOST_POSITIONS = 1 << 24  # of a context; a rehearsal of a million takes ten seconds
 REHEARSED_BLOCKS = 2  # of each kind: the first also creates shared tensors, such as the table of rotary positions
@@ -116,12 +116,11 @@ def _rehearse(
         model = SparseTransformer(config.model.model_copy(update={"backend": "cpu"}), blocks)
         for parameter in model.parameters():  # only parameters, like DeepSpeed
             parameter.data = parameter.data.to(DTYPES[config.precision])
-        if model.embedding.ngrams is not None:  # their gradients are sparse: see ``table_step``
-            model.embedding.ngrams.rows.requires_grad_(False)
-        if config.train.expert_parallel is not None:
-            for module in model.modules():
-                if isinstance(module, Experts):
-                    FakeHolders(config, module)
+        for module in model.modules():
+            if isinstance(module, Table):
+                module.rows.requires_grad_(False)  # their gradients are sparse: see ``table_step``
+            elif isinstance(module, Experts) and config.train.expert_parallel is not None:
+                FakeHolders(config, module)
         outside, *inside = (FakeDivision(config) for _ in range(1 + len(blocks)))
         rehearsal = _Rehearsal(outside.exchanged, [division.exchanged for division in inside])
         if config.train.sequence_parallel is not None:

@@ -14,11 +14,16 @@ from longstride.kernels.registry import class_named, foreign_schema, import_path
 from longstride.sparse_model.feed_forwards import dense
 from longstride.sparse_model.feed_forwards.dense import DenseConfig
 from longstride.sparse_model.feed_forwards.experts import ExpertsConfig
+from longstride.sparse_model.feed_forwards.product_keys import ProductKeysConfig
 from longstride.sparse_model.network import MOST_SUBLAYERS
 from longstride.sparse_model.part import FeedForwardConfig
 from longstride.sparse_model.strict import parse_entries
 
-FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {"dense": DenseConfig, "experts": ExpertsConfig}
+FEED_FORWARDS: dict[str, type[FeedForwardConfig]] = {
+    "dense": DenseConfig,
+    "experts": ExpertsConfig,
+    "product_keys": ProductKeysConfig,
+}
 GROUP = "longstride.feed_forwards"  # of entry points
 
 

@@ -272,6 +272,13 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "compressive", "memory": 40, "compressed": 9, "rate": 2, "compression": "max", "window": 11},
         ],
     },
+    "product keys": {
+        "layers": 2,
+        "feed_forward": [
+            {"type": "product_keys", "keys": 7, "top": 5, "heads": 3, "query_width": 10},
+            {"type": "product_keys", "keys": 4, "top": 4, "heads": 1, "query_width": 6},
+        ],
+    },
     "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "norms after, as BERT": {
         "layers": 2, "norm_position": "after", "embedding_norm": True, "feed_forward": {"activation": "gelu"},

@@ -107,7 +107,7 @@ def test_gradients_are_those_of_sums_of_rows() -> None:
     ids = tables.ids(F.pad(tokens[:, :-1], (5, 0), value=-1))
     again = drawn().embedding
     assert again.ngrams is not None
-    again.ngrams.adder = lambda h, *_: h + again.ngrams.rows[ids].sum(2)  # type: ignore[union-attr]
+    again.ngrams.reader = lambda *_: again.ngrams.rows[ids].sum(2)  # type: ignore[union-attr]
     again(tokens).square().sum().backward()
     assert tables.rows.grad is not None and again.ngrams.rows.grad is not None
     torch.testing.assert_close(tables.rows.grad, again.ngrams.rows.grad)

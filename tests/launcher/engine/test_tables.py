@@ -1,17 +1,20 @@
 """N-gram tables in training, against the same rule with dense gradients; and their way to other ranks."""
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from longstride.launcher.config import TrainConfig
 from longstride.launcher.engine import states
 from longstride.launcher.engine.optimizer import rate_factor
-from longstride.launcher.engine.tables import Tables
+from longstride.launcher.engine.tables import Bags, HeldTable
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import SparseTransformer
+from longstride.sparse_model import SparseTransformer, Table
 from tests.harness.configs import small
 from tests.harness.stochastic import SAFETY, Roundings
 
@@ -25,14 +28,14 @@ def train_config(**changes: Any) -> TrainConfig:
     return TrainConfig.model_validate(settings | {"warmup_steps": 2, "ema_decay": 0.75} | changes)
 
 
-def with_tables(train: TrainConfig) -> tuple[SparseTransformer, Tables]:
+def with_tables(train: TrainConfig) -> tuple[SparseTransformer, HeldTable]:
     """A model of one process whose tables have been taken out."""
     torch.manual_seed(0)
     model = SparseTransformer(small(ngrams=TABLES, dropout=0.0))
     torch.nn.init.normal_(model.logits.weight)
     assert model.embedding.ngrams is not None
     torch.nn.init.normal_(model.embedding.ngrams.rows, std=0.1)
-    return model, Tables(model.embedding.ngrams, train, Ranks(), sharded=False)
+    return model, HeldTable(states.TABLES, model.embedding.ngrams, train, Ranks(), sharded=False)
 
 
 class DenseTables:
@@ -137,8 +140,10 @@ def test_each_rank_sums_what_is_real_of_its_rows(ranks: int) -> None:
     for rank in range(ranks):
         model = SparseTransformer(small(ngrams=TABLES))
         assert model.embedding.ngrams is not None
-        tables = Tables(model.embedding.ngrams, train_config(), Ranks(rank, rank, ranks), sharded=True)
-        touched, sums = tables._sum_by_row(ids.where(real, -1), gradients)
+        tables = HeldTable(
+            states.TABLES, model.embedding.ngrams, train_config(), Ranks(rank, rank, ranks), sharded=True
+        )
+        touched, sums = tables._sum_by_row(Bags(gradients, ids.where(real, -1)))
         every |= {int(row) * ranks + rank: total for row, total in zip(touched, sums, strict=True)}
     assert sorted(every) == [0, 5, 97]
     for row, wanted in ((0, gradients[0]), (5, gradients[2]), (97, gradients[0] + gradients[2])):
@@ -155,20 +160,57 @@ def test_evaluation_keeps_no_gradients() -> None:
     assert len(tables._pending) == 1
 
 
+MEMORY = [{"type": "dense"}, {"type": "product_keys", "keys": 9, "top": 5, "heads": 3, "query_width": 8}]
+
+
+@pytest.mark.parametrize("form", ["plain", "recomputed", "reversible"])
+def test_weighted_rows_have_the_gradients_of_a_parameter(form: str) -> None:
+    """In several layers, beside n-grams, with padding; each once, however often a block is computed."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"ngrams": TABLES, "dropout": 0.0, "feed_forward": MEMORY, "layers": 4}
+    model = SparseTransformer(small(**sizes, reversible=form == "reversible")).double()
+    torch.nn.init.normal_(model.logits.weight)
+    plain = copy.deepcopy(model)
+    if form == "recomputed":
+        model.activation_checkpoint = partial(checkpoint, use_reentrant=True)
+    named = [(f"{path}.rows", module) for path, module in model.named_modules() if isinstance(module, Table)]
+    held = {name: HeldTable(name, table, train_config(), Ranks(), sharded=False) for name, table in named}
+    assert list(held) == [states.TABLES, *(f"blocks.{number}.feed_forward.values.rows" for number in (1, 3))]
+    for table in held.values():
+        table.rows = table.rows.double()
+    real = torch.arange(40) < torch.tensor([40, 9])[:, None]
+    for tokens, _ in batches(1.0)[0]:
+        for network in (model, plain):
+            network(tokens, return_nats=True, real=real).sum().backward()
+    others = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        if name not in held:  # queries and sub-keys learn by the weights
+            torch.testing.assert_close(others[name], parameter.grad, rtol=1e-10, atol=1e-12)
+            continue
+        square = held[name].reduce(1.0)
+        reduced = held[name]._reduced
+        assert reduced is not None and not held[name]._pending
+        gradient = torch.zeros_like(parameter).index_copy_(0, reduced[0], reduced[1].double())
+        rounding = 2.0**-24 * 160 * 3 * float(parameter.grad.abs().max())  # fp32 sums over positions and heads
+        torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=rounding)
+        assert float(square) == pytest.approx(float(parameter.grad.square().sum()), rel=1e-5)
+        assert held[name].share().keys() >= {f"{states.table_prefix(name)}{kind}" for kind in ("fp32", "steps")}
+
+
 @pytest.mark.parametrize("saved_by", [(1, False), (2, True), (3, False)], ids=str)
 @pytest.mark.parametrize("read_by", [(1, True), (3, True), (2, False)], ids=str)
 def test_rows_come_through_any_number_of_ranks(saved_by: tuple[int, bool], read_by: tuple[int, bool]) -> None:
-    def tables_of(ranks: int, sharded: bool, **changes: Any) -> list[Tables]:
+    def tables_of(ranks: int, sharded: bool, **changes: Any) -> list[HeldTable]:
         found = []
         for rank in range(ranks):
             model = SparseTransformer(small(ngrams=TABLES))
             assert model.embedding.ngrams is not None
-            found.append(
-                Tables(model.embedding.ngrams, train_config(**changes), Ranks(rank, rank, ranks), sharded=sharded)
-            )
+            settings, place = train_config(**changes), Ranks(rank, rank, ranks)
+            found.append(HeldTable(states.TABLES, model.embedding.ngrams, settings, place, sharded=sharded))
         return found
 
-    def fill(tables: Tables, files: list[dict[str, Tensor]], decay: float | None = 0.75) -> None:
+    def fill(tables: HeldTable, files: list[dict[str, Tensor]], decay: float | None = 0.75) -> None:
         for first, content in enumerate(files):
             tables.fill(first, len(files), content, decay)
 
