@@ -88,6 +88,7 @@ setup(
             "linformer==0.2.3",
             "fla-core==0.6.0",
             "brc-pytorch==0.1.3",
+            "product-key-memory==0.3.0",
             "tenacity==9.2.1",  # lm_eval asks servers by it
             "datasets==5.2.0",
             "huggingface_hub==2.4.0",

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from longstride.launcher.config import TrainConfig
 from longstride.launcher.engine.muon import Muon, matrices_in
 from longstride.launcher.engine.optimizer import MATRICES, make_optimizer, parameter_groups, rate_factor
-from longstride.launcher.engine.states import MOMENTUM, TABLES, Slice, Vector
+from longstride.launcher.engine.states import MOMENTUM, Slice, Vector, table_prefix
 from longstride.launcher.engine.tables import HeldTable
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model import ModelConfig, SparseTransformer, Table
 
 LARGEST_NORM = 1.0  # of the gradient
 
@@ -29,9 +29,9 @@ class Learner:
         """Draw the weights from the run's seed."""
         torch.manual_seed(train.seed)
         self.network = SparseTransformer(model)
-        self.train, self.tables = train, None
-        if self.network.embedding.ngrams is not None:
-            self.tables = HeldTable(TABLES, self.network.embedding.ngrams, train, Ranks(), sharded=False)
+        self.train = train
+        named = [(f"{path}.rows", part) for path, part in self.network.named_modules() if isinstance(part, Table)]
+        self.tables = {name: HeldTable(name, table, train, Ranks(), sharded=False) for name, table in named}
         self.network.to(device, dtype)
         self.weights = dict(self.network.named_parameters())
         self.masters = {name: nn.Parameter(weight.detach().float()) for name, weight in self.weights.items()}
@@ -52,20 +52,22 @@ class Learner:
     def state(self) -> dict[str, Any]:
         """Return a copy of the weights, the optimiser's state and the tables."""
         content = {"masters": self.masters, "optimizer": self.optimizer.state_dict()}
-        return deepcopy(content | ({} if self.tables is None else {"tables": self.tables.share()}))
+        return deepcopy(content | {"tables": {name: table.share() for name, table in self.tables.items()}})
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the state of another network whose parameters have the same names and shapes.
 
-        It may lack n-gram tables, whose rows then stay zero.
+        It may lack tables, whose rows then stay as they are.
         """
         assert self.masters.keys() == state["masters"].keys()
         for name, master in self.masters.items():
             self.weights[name].copy_(master.copy_(state["masters"][name]))
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.tables is not None and "tables" in state:
-            self.tables.fill(0, 1, state["tables"], None)
+        for name in self.tables.keys() & state["tables"].keys():
+            prefix = table_prefix(name)
+            share = {kind.removeprefix(prefix): tensor for kind, tensor in state["tables"][name].items()}
+            self.tables[name].fill(0, 1, share, None)
 
     def step(self, tokens: Tensor, number: int) -> Tensor:
         """Take the step of this number on (B, N) bytes; return their nats (B, N)."""
@@ -81,8 +83,9 @@ class Learner:
         with torch.no_grad():
             for name, master in self.masters.items():
                 self.weights[name].copy_(master)
-        if self.tables is not None:
-            self.tables.step(number, 1.0)
+        for table in self.tables.values():
+            table.reduce(1.0)
+            table.step(number, 1.0)
         for part, total in zip(self.network.observers, statistics, strict=True):
             part.observe(total.detach().double())
         return nats.detach()
