@@ -20,7 +20,8 @@ SEEN = "blocks.1.feed_forward.seen"
 ROUTING = (
     'model.attention={"type": "routing", "clusters": 4, "window": 8, "local": {"heads": 1, "window": 8}, "decay": 0.9}'
 )
-CENTROIDS = [f"blocks.{layer}.attention.centroids" for layer in (0, 1)]
+THRESHOLD = '{"type": "experts", "count": 4, "top": 1, "routing": "threshold"}'
+LEARNED = [*(f"blocks.{layer}.attention.centroids" for layer in (0, 1)), "blocks.0.feed_forward.thresholds"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +55,15 @@ def dumped(folder: Path, processes: int) -> list[dict[str, torch.Tensor]]:
 def test_a_buffer_goes_through_every_layout(config_file: Path, tmp_path: Path, capsys: Any) -> None:
     """Once for each taken step: with accumulation, recomputation, and whatever ranks there are."""
     run = tmp_path / "run"
-    common = [COUNTING, ROUTING, f"train.output={run}", "train.checkpoint_every=1", "train.evaluate_every=0"]
+    common = [
+        COUNTING.replace('{"type": "dense"}', THRESHOLD),
+        ROUTING,
+        f"train.output={run}",
+        "train.checkpoint_every=1",
+        "train.evaluate_every=0",
+    ]
     common += ["train.schedule=constant", "train.warmup_steps=0"]
-    centroids: dict[str, torch.Tensor] = {}
+    learned: dict[str, torch.Tensor] = {}
     for step, (processes, stage, precision, more) in enumerate(LEGS, 1):
         arguments = ["--config", str(config_file), "--resume", "auto", *common, f"deepspeed=zero{stage}_{precision}"]
         watched = {"COUNTING": "1", "DUMP_BUFFERS": str(tmp_path)}
@@ -64,11 +71,11 @@ def test_a_buffer_goes_through_every_layout(config_file: Path, tmp_path: Path, c
         assert seen(run, step) == [step * ROWS, step]
         before, after = dumped(tmp_path, processes)
         saved = SavedState(open_checkpoint(run, step)).buffers
-        for name in CENTROIDS:  # which go on from the same bits, in whatever layout, and are fp32 in any precision
+        for name in LEARNED:  # which go on from the same bits, in whatever layout, and are fp32 in any precision
             assert after[name].dtype == torch.float32 and torch.equal(after[name], saved[name])
-            assert step == 1 or torch.equal(before[name], centroids[name])
+            assert step == 1 or torch.equal(before[name], learned[name])
             assert not torch.equal(before[name], after[name])
-        centroids = after
+        learned = after
     weights = master_weights(open_checkpoint(run, len(LEGS)), AVERAGE)
     assert weights[SEEN].tolist() == [len(LEGS) * ROWS, len(LEGS)]
     assert main(["export", str(run), "--output", str(tmp_path / "model"), "--dtype", "bf16"]) == 0, capsys.readouterr()
@@ -78,7 +85,7 @@ def test_a_buffer_goes_through_every_layout(config_file: Path, tmp_path: Path, c
     for dtype in (None, torch.float32):
         buffers = dict(load_model(tmp_path / "model", dtype=dtype).named_buffers())
         assert buffers[SEEN].tolist() == [len(LEGS) * ROWS, len(LEGS)] and buffers[SEEN].dtype == torch.float32
-        assert all(torch.equal(buffers[name], centroids[name]) for name in CENTROIDS)
+        assert all(torch.equal(buffers[name], learned[name]) for name in LEARNED)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +94,11 @@ def test_a_buffer_goes_through_every_layout(config_file: Path, tmp_path: Path, c
 def test_padding_changes_nothing_that_a_run_keeps(more: tuple[str, ...], config_file: Path, tmp_path: Path) -> None:
     """Whatever byte stands there: metrics, weights, n-gram tables with their moments, averages, and what parts see."""
     kept = []
-    experts = '{"type": "experts", "count": 4, "balance": 1.0, "capacity": 1.0}'
+    experts = '{"type": "experts", "count": 4, "zero": 1, "balance": 1.0, "capacity": 1.0}'
     for byte in (0, 200):
         run = tmp_path / f"run-{byte}"
-        arguments = [COUNTING.replace('{"type": "dense"}', experts), ROUTING, TABLES, "train.steps=3", *more]
+        feed_forwards = COUNTING.replace('{"type": "dense"}', experts).replace("]", f", {THRESHOLD}]")
+        arguments = [feed_forwards, "model.layers=3", ROUTING, TABLES, "train.steps=3", *more]
         arguments += ["data.packing=false", "data.hop=48", f"train.output={run}"]
         complete(["--config", str(config_file), *arguments], 2, {"COUNTING": "1", "FILL_PADDING": str(byte)})
         lines = [line for line in metrics(run) if line["split"] == "train"]
