@@ -31,11 +31,9 @@ def lines_of(config_file: Path, run: Path, layout: str, size: int | None, *chang
 
 def assert_equal_runs(run: Path, whole: Path, exact: bool) -> None:
     for one, other in zip(metrics(run), metrics(whole), strict=True):
-        for key in ("loss_nats", "grad_norm"):
-            assert one.get(key, 0.0) == pytest.approx(other.get(key, 0.0), rel=1e-5 if exact else 4e-3), (
-                one["step"],
-                key,
-            )
+        for key in ("loss_nats", "grad_norm"):  # a step that overflows has no norm
+            figures = one.get(key), other.get(key)
+            assert figures == (None, None) or figures[0] == pytest.approx(figures[1], rel=1e-5 if exact else 4e-3), key
     (trained, expected) = (master_weights(open_checkpoint(folder, 4), "trained") for folder in (run, whole))
     assert trained.keys() == expected.keys()
     if exact:
@@ -73,7 +71,7 @@ def test_divided_experts_go_with_other_settings(config_file: Path, tmp_path: Pat
         lines_of(config_file, tmp_path / run, layout, number, *changes)
     assert_equal_runs(tmp_path / "divided", tmp_path / "whole", layout.endswith("fp32"))
     if name == "sampled":
-        assert len({path.read_bytes() for path in tmp_path.glob("*/samples/*1.txt")}) == 1
+        assert len({path.read_bytes() for path in tmp_path.glob("*/samples/step-00000004.txt")}) == 1
 
 
 def test_a_run_goes_on_with_other_divisions(config_file: Path, tmp_path: Path) -> None:
