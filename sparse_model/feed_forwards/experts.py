@@ -591,8 +591,8 @@ def _slices(ends: Tensor) -> list[slice]:
 
 
 def _fits_grouped_kernel(*matrices: Tensor) -> bool:
-    """Whether torch's grouped product takes them: bf16 on a GPU, in rows of whole 16 bytes.
+    """Whether torch's grouped product takes them: bf16 on a GPU, in one row or more of whole 16 bytes.
 
     Otherwise each group is a separate product, for which the host has to wait for ``ends``.
     """
-    return all(x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 for x in matrices)
+    return all(x.is_cuda and x.dtype == torch.bfloat16 and len(x) and x.shape[-1] % 8 == 0 for x in matrices)

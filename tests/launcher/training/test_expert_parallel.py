@@ -60,6 +60,8 @@ def test_divided_experts_train_as_undivided_ones(config_file: Path, tmp_path: Pa
     for run, number in (("whole", None), ("divided", size)):
         lines_of(config_file, tmp_path / run, layout, number)
     assert_equal_runs(tmp_path / "divided", tmp_path / "whole", layout.endswith("fp32"))
+    files = {name for name in open_checkpoint(tmp_path / "divided", 4).manifest.files if "experts" in name}
+    assert files == {f"experts-{rank:05d}.safetensors" for rank in range(size)}
 
 
 @pytest.mark.parametrize(
