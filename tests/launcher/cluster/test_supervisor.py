@@ -182,7 +182,7 @@ def moments(start: Command) -> list[object]:
 def test_stop_of_longstride_train_loses_nothing(
     trained: Trained, config_file: Path, number: signal.Signals, moment: int
 ) -> None:
-    code = stop_somewhere(longstride, number, moment, config_file, trained("two", 2))
+    code = stop_somewhere(longstride, number, moment, config_file, trained("zero0-fp32", 2))
     assert code == exit_codes.REQUEUE or (code == exit_codes.DONE and moment >= 13)
 
 
@@ -191,14 +191,14 @@ def test_stop_of_deepspeed_loses_nothing(
     trained: Trained, config_file: Path, number: signal.Signals, moment: int
 ) -> None:
     """Stop DeepSpeed's runner: it dies of the signal, or returns 1, so the code does not say what was done."""
-    stop_somewhere(deepspeed, number, moment, config_file, trained("two", 2))
+    stop_somewhere(deepspeed, number, moment, config_file, trained("zero0-fp32", 2))
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_ranks_are_started_again_until_the_run_is_done(trained: Trained, config_file: Path, seed: int) -> None:
     """Kill either rank three times a run, in thirty random moments in all."""
-    random_numbers, whole = random.Random(seed), trained("two", 2)
+    random_numbers, whole = random.Random(seed), trained("zero0-fp32", 2)
     run = config_file.parent / "run"
     arguments = run_arguments(config_file, "--max-restarts", "9")
     with tended(longstride(arguments), config_file.parent) as going:
@@ -240,4 +240,4 @@ def test_killed_launcher_leaves_no_orphan_and_nothing_unsaved(
         assert going.end() in codes, going.output
         assert going.all_ended(_END_SECONDS), (going.processes(), going.output)
         output = going.output
-    check_saved(run, arguments, trained("two", 2), output)
+    check_saved(run, arguments, trained("zero0-fp32", 2), output)

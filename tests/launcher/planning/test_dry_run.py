@@ -89,7 +89,7 @@ def test_processes_of_a_hostfile_need_not_be_here(dry_run: DryRun, tmp_path: Pat
 
 
 def test_first_weights_are_those_of_from(dry_run: DryRun, trained: Callable[..., Path]) -> None:
-    source = trained("plain", 2)
+    source = trained("zero0-fp32", 2)
     found = dry_run("--from", source)
     assert 1 < (loss_of(found) or 0) < 7.9 and "longstride: from step 8 of" in found.err
     assert "model.width=64" in dry_run("--from", source, "model.width=64").check_refused()
@@ -97,7 +97,7 @@ def test_first_weights_are_those_of_from(dry_run: DryRun, trained: Callable[...,
 
 def test_run_that_goes_on_is_verified(dry_run: DryRun, trained: Callable[..., Path], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(trained("plain", 2), run)
+    shutil.copytree(trained("zero0-fp32", 2), run)
     more = ("--resume", "auto", "train.steps=16")
     newest = run / "checkpoints/step-00000008"
     found = dry_run(*more)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,9 @@ def test_losses_are_those_of_one_process_in_every_layout(config_file: Path, tmp_
     assert_counted(tmp_path / "moved", "bits_per_masked_byte")
 
 
-def test_a_resume_takes_the_steps_of_an_undisturbed_run(config_file: Path, tmp_path: Path) -> None:
-    expected = losses_of(config_file, tmp_path / "whole", 4, 2, *MODEL)
-    losses_of(config_file, tmp_path / "run", 2, 2, *MODEL)
-    assert losses_of(config_file, tmp_path / "run", 4, 2, *MODEL) == expected
+def test_a_resume_takes_the_steps_of_an_undisturbed_run(resumed: Callable[..., tuple[Path, Path]]) -> None:
+    whole, again = map(metrics, resumed("masked", 2, *MODEL))
+    assert again == whole
 
 
 def test_a_schedule_of_contexts_masks_the_tokens_of_one_without(config_file: Path, tmp_path: Path) -> None:
@@ -75,11 +75,9 @@ def test_a_schedule_of_contexts_masks_the_tokens_of_one_without(config_file: Pat
 
 
 def test_evaluation_has_one_figure_for_any_processes_and_equals_the_definition(
-    config_file: Path, tmp_path: Path
+    trained: Callable[..., Path], tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    losses_of(config_file, run, 2, 1, *MODEL)
-    line, model, data = evaluated(run, "--positions", str(tmp_path / "{}.png"))
+    line, model, data = evaluated(trained("masked", 2, *MODEL), "--positions", str(tmp_path / "{}.png"))
     nats, count = 0.0, 0
     for batch in data.evaluation():
         for tokens, inputs, predicted, length in zip(
@@ -119,11 +117,9 @@ def test_verbs_that_need_a_next_token_say_that_there_is_none(
         assert "objective" in line and objective["type"] in line, line
 
 
-def test_a_page_compares_no_masked_with_other_losses(config_file: Path, tmp_path: Path, capsys: Any) -> None:
-    losses_of(config_file, tmp_path / "masked", 2, 1, *MODEL)
-    losses_of(config_file, tmp_path / "usual", 2, 1)
+def test_a_page_compares_no_masked_with_other_losses(trained: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
+    runs = [str(trained("alone", 1)), str(trained("masked", 2, *MODEL))]
     capsys.readouterr()
-    runs = [str(tmp_path / name) for name in ("usual", "masked")]
     assert main(["report", *runs, "--quick", "--output", str(tmp_path / "page.html")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "counts bits per masked byte, and" in line and line.endswith("; give runs of one objective")

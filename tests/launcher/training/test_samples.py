@@ -28,7 +28,7 @@ def names(run: Path) -> list[str]:
 def test_a_run_with_samples_is_the_run_without_them(trained: Any) -> None:
     """Dropout draws what it would have drawn: the same batches, losses and norms, to the bit."""
     run = trained("samples", 1, *ASKED)
-    assert metrics(run) == metrics(trained("zero0_fp32", 1))
+    assert metrics(run) == metrics(trained("alone", 1))
     assert names(run) == ["step-00000004.txt", "step-00000008.txt"]
 
 
