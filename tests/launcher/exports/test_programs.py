@@ -44,18 +44,30 @@ def test_program_has_the_models_logits_at_every_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"attention": {"type": "linformer", "rows": 8}},
-        {"attention": {"type": "linformer", "rows": 8, "share": "layers"}},
-        {"attention": {"type": "dense", "causal": False}, "relative_bias": {}},
-        {"attention": {"type": "linformer", "rows": 5, "share": "nothing", "key_value_heads": 2}, "reversible": True},
-        {
-            "attention": [
-                {"type": "longformer", "window": 4, "globals": 2, "causal": False},
-                {"type": "dense", "causal": False},
-            ]
-        },
+        pytest.param({"attention": {"type": "linformer", "rows": 8}}, marks=pytest.mark.campaign, id="mixtures"),
+        pytest.param(
+            {"attention": {"type": "linformer", "rows": 8, "share": "layers"}},
+            marks=pytest.mark.campaign,
+            id="mixtures of all layers",
+        ),
+        pytest.param({"attention": {"type": "dense", "causal": False}, "relative_bias": {}}, id="biases"),
+        pytest.param(
+            {
+                "attention": {"type": "linformer", "rows": 5, "share": "nothing", "key_value_heads": 2},
+                "reversible": True,
+            },
+            id="mixtures of each head",
+        ),
+        pytest.param(
+            {
+                "attention": [
+                    {"type": "longformer", "window": 4, "globals": 2, "causal": False},
+                    {"type": "dense", "causal": False},
+                ]
+            },
+            id="patterns",
+        ),
     ],
-    ids=["mixtures", "mixtures of all layers", "biases", "mixtures of each head", "patterns"],
 )
 def test_program_of_a_masked_model_has_its_logits_in_place(changes: dict[str, Any], tmp_path: Path) -> None:
     folder = export(tmp_path / "model", {"layers": 2, "objective": {"type": "masked"}, **changes})

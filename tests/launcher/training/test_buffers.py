@@ -89,7 +89,12 @@ def test_a_buffer_goes_through_every_layout(config_file: Path, tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("train.activation_checkpointing=true", "deepspeed=zero3_fp32"), ("train.sequence_parallel=2",)]
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.campaign),
+        ("train.activation_checkpointing=true", "deepspeed=zero3_fp32"),
+        ("train.sequence_parallel=2",),
+    ],
 )
 def test_padding_changes_nothing_that_a_run_keeps(more: tuple[str, ...], config_file: Path, tmp_path: Path) -> None:
     """Whatever byte stands there: metrics, weights, n-gram tables with their moments, averages, and what parts see."""
