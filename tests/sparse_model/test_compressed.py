@@ -1,5 +1,6 @@
 """Attention to summaries of blocks. Letters: B batch, H heads, K heads of keys, N positions, D head width, l block."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,10 +20,14 @@ LENGTHS = [*range(1, 65), 100, 257]
 
 
 def mixer_of(block: int, distance: int, summary: str = "convolution", **changes: Any) -> Any:
+    sizes = {"block": block, "distance": distance}
+    return random_mixer({"type": "compressed", **sizes, "summary": summary, "key_value_heads": 2}, **changes)
+
+
+def random_mixer(attention: dict[str, Any], **changes: Any) -> Any:
     """Return the mixer of a model in fp64, with random weights everywhere."""
-    attention = {"type": "compressed", "block": block, "distance": distance, "summary": summary, "key_value_heads": 2}
     mixer: Any = SparseTransformer(small(layers=1, context=257, attention=attention, **changes)).double().mixers[0]
-    torch.manual_seed(block)
+    torch.manual_seed(attention["block"])
     for parameter in mixer.parameters():
         nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
     return mixer
@@ -100,8 +105,15 @@ def by_loops(mixer: Any, h: Tensor, begins: list[int]) -> Tensor:
     return torch.stack(rows)
 
 
-def assert_equals_loops(mixer: Any, length: int, begins: list[int], context: BlockContext) -> None:
-    """Compare outputs and all gradients, which leave out the epsilon of normalised heads."""
+def assert_equals_loops(
+    mixer: Any,
+    length: int,
+    begins: list[int],
+    context: BlockContext,
+    loops: Callable[[Any, Tensor, list[int]], Tensor] = by_loops,
+    unit: float = 1e-12,
+) -> None:
+    """Compare outputs with loops within a unit, and all gradients, which leave out the epsilon of normalised heads."""
     torch.manual_seed(length)
     h = torch.randn(1, length, 64, dtype=torch.float64, requires_grad=True)
     parameters = tuple(mixer.parameters())
@@ -110,20 +122,26 @@ def assert_equals_loops(mixer: Any, length: int, begins: list[int], context: Blo
         return mixer(h, context).rows
 
     def expected(h: Tensor, *_: Tensor) -> Tensor:
-        rows = by_loops(mixer, h[0], begins)[None]
+        rows = loops(mixer, h[0], begins)[None]
         return rows + 0 * sum(parameter.sum() for parameter in parameters)  # none is left without a gradient
 
     if mixer.normed:
-        torch.testing.assert_close(computed(h), expected(h), rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(computed(h), expected(h), rtol=unit, atol=unit / 10)
         return
     results = (with_gradients(function, (h, *parameters)) for function in (computed, expected))
-    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(*results, rtol=100 * unit, atol=10 * unit)
 
 
-@pytest.mark.parametrize(("block", "distance"), SIZES)
-def test_attention_equals_its_definition_at_every_length(block: int, distance: int) -> None:
+@pytest.mark.parametrize(
+    ("block", "distance", "lengths"),
+    [
+        *((*sizes, [*range(1, 3 * sizes[0] + 1), 33]) for sizes in SIZES),
+        pytest.param(*SIZES[0], LENGTHS, marks=pytest.mark.campaign),
+    ],
+)
+def test_attention_equals_its_definition(block: int, distance: int, lengths: list[int]) -> None:
     mixer = mixer_of(block, distance)
-    for length in LENGTHS if block == 3 else (*range(1, 20), 33):
+    for length in lengths:
         assert_equals_loops(mixer, length, [0], BlockContext())
 
 
@@ -167,16 +185,8 @@ def test_no_row_depends_on_a_later_position(summary: str) -> None:
     assert torch.equal(depends | itself, reads | itself)
 
 
-@pytest.mark.parametrize(
-    ("attention", "changes"),
-    [
-        ({"type": "compressed"}, {}),
-        ({"type": "compressed"}, {**OPTIONS, "convolution": 3}),
-        ({"type": "compressed", "block": 6, "distance": 3, "summary": "mlp", "key_value_heads": 2}, OPTIONS),
-        ({"type": "compressed", "block": 4, "distance": 2, "summary": "mean"}, {}),
-    ],
-    ids=["plain", "options", "mlp", "mean"],
-)
-def test_the_conformance_suite_holds(attention: dict[str, Any], changes: dict[str, Any]) -> None:
-    results = check(small(layers=2, attention=attention, **changes))
+def test_the_conformance_suite_holds_for_means() -> None:
+    """Of other summaries, and with all options: a system of tests/harness/configs.py."""
+    attention = {"type": "compressed", "block": 4, "distance": 2, "summary": "mean"}
+    results = check(small(layers=1, context=24, attention=attention))
     assert [title for title, result in results.items() if result != "holds"] == ["sections", "keys", "weights"]
