@@ -144,10 +144,11 @@ def lengths(config: ModelConfig) -> None:
 
 
 def gradients(config: ModelConfig) -> None:
-    """Check the gradient of each tensor against a difference quotient of the loss in fp64.
+    """Check the gradients of all tensors against a difference quotient of the loss in fp64.
 
-    The direction is the sum of the gradient's direction and a random one. The error of the quotient over 2 STEP is that
-    of rounding the two losses; the curvature of the loss adds less.
+    The direction in each tensor is the sum of the gradient's direction and a random one. One quotient is along all of
+    them at once; if it differs, that of each tensor names the wrong gradient. The error of a quotient over 2 STEP is
+    that of rounding the two losses; the curvature of the loss adds less.
     """
     model = awake(changed(config, reversible=False) if config.reversible else config)
     tokens, generator = tokens_of(config)[:, : max(config.context - 3, 1)], torch.Generator().manual_seed(3)
@@ -160,21 +161,32 @@ def gradients(config: ModelConfig) -> None:
 
     value = loss()
     value.backward()
-    for name, parameter in model.named_parameters():
+    parameters, directions, derivatives = dict(model.named_parameters()), {}, {}
+    for name, parameter in parameters.items():
         gradient = parameter.grad
         if gradient is None:
             raise ConformanceError(f"{name} gets no gradient")
         direction = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-        direction = direction / direction.norm() + gradient / gradient.norm().clamp_min(1e-30)
-        with torch.no_grad():
-            original, losses = parameter.clone(), []
-            for step in (STEP, -STEP):
-                parameter.copy_(original + step * direction)
-                losses.append(loss().item())
-            parameter.copy_(original)
-        computed, expected = float((gradient * direction).sum()), (losses[0] - losses[1]) / (2 * STEP)
-        message = f"{name}: the derivative is {computed:.6g}, the difference quotient {expected:.6g}"
+        directions[name] = direction / direction.norm() + gradient / gradient.norm().clamp_min(1e-30)
+        derivatives[name] = float((gradient * directions[name]).sum())
+
+    @torch.no_grad()
+    def require_quotient(what: str, names: list[str]) -> None:
+        originals, losses = [parameters[name].clone() for name in names], []
+        for step in (STEP, -STEP, None):
+            for name, original in zip(names, originals, strict=True):
+                parameters[name].copy_(original if step is None else original + step * directions[name])
+            losses.append(0.0 if step is None else loss().item())
+        computed, expected = sum(derivatives[name] for name in names), (losses[0] - losses[1]) / (2 * STEP)
+        message = f"{what}: the derivative is {computed:.6g}, the difference quotient {expected:.6g}"
         require(abs(computed - expected) <= BOUND * max(1.0, value.item()) / STEP, message)
+
+    try:
+        require_quotient("all tensors", list(parameters))
+    except ConformanceError:
+        for name in parameters:
+            require_quotient(name, [name])
+        raise
 
 
 def recomputation(config: ModelConfig) -> None:

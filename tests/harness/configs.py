@@ -68,7 +68,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "sandwich": {"layers": 4, "order": "s2 (sf)2 f2"},
     "mixers alone": {"layers": 2, "order": "s2"},
     "feed-forwards in turn": {
-        "layers": 3,
+        "layers": 2,
         "feed_forward": [{"activation": "squared_relu"}, {"type": "dense"}],
         "attention": ATTENTIONS["heads"],
     },
@@ -87,7 +87,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         ],
     },
     "products of a synthesizer": {
-        "layers": 2,
+        "layers": 1,
         "rotary": {"base": 1000},
         "query_key_norm": True,
         "convolution": 3,
@@ -101,7 +101,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "query_key_ratio": 0.5,
         "rotary": {"base": 1000},
         "attention": [
-            {"type": "synthesizer", "kind": ["attention", "factorized_dense"], "blocks": 10, "hidden": 7},
+            {"type": "synthesizer", "kind": ["attention", "factorized_dense"], "blocks": 8, "hidden": 7},
             {
                 "type": "synthesizer", "fixed": True, "pattern": {"type": "local", "window": 9},
                 "kind": ["random", "factorized_random", "dense", "factorized_dense", "attention"],
@@ -114,10 +114,12 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         ],
     },
     "hash rounds of turned queries": {
-        "layers": 2, "rotary": {"base": 1000}, "attention": {"type": "lsh", "buckets": 6, "rounds": 2, "chunk": 3},
+        "layers": 1, "rotary": {"base": 1000}, "attention": {"type": "lsh", "buckets": 6, "rounds": 2, "chunk": 3},
     },
-    "reversible": {"reversible": True, "feed_forward": [{"type": "experts", "count": 4}, {"type": "dense"}]},
-    "reversible in another order": {"reversible": True, "order": "s(sf)2f", "norm": "rms"},
+    "reversible": {
+        "layers": 2, "reversible": True, "feed_forward": [{"type": "experts", "count": 4}, {"type": "dense"}],
+    },
+    "reversible in another order": {"layers": 2, "reversible": True, "order": "s(sf)f", "norm": "rms"},
     "adaptive span": {
         "layers": 2,
         "rotary": {"base": 1000},
@@ -155,6 +157,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         ],
     },
     "native sparse attention": {
+        "context": 40,  # in which there is a choice among blocks
         "layers": 2,
         "convolution": 3,
         "rotary": {"base": 1000},
@@ -180,10 +183,11 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         ],
     },
     "routing": {
-        "layers": 2,
+        "layers": 1,
         "attention": {"type": "routing", "clusters": 5, "window": 6, "local": {"heads": 2, "window": 4}},
     },
     "routing in turn": {
+        "context": 40,
         "layers": 3,
         "rotary": {"base": 1000},
         "query_key_norm": True,
@@ -279,17 +283,17 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "product_keys", "keys": 4, "top": 4, "heads": 1, "query_width": 6},
         ],
     },
-    "experts every other layer": {"feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
+    "experts every other layer": {"layers": 2, "feed_forward": [{"type": "dense"}, {"type": "experts", "count": 4}]},
     "norms after, as BERT": {
         "layers": 2, "norm_position": "after", "embedding_norm": True, "feed_forward": {"activation": "gelu"},
         "output": {"tied": True, "transform": True, "bias": True}, "convolution": 3,
     },
     "norms after in another order": {
-        "order": "s(sf)2f", "norm_position": "after", "ngrams": {"orders": [2, 5], "rows": 61},
+        "layers": 2, "order": "s(sf)f", "norm_position": "after", "ngrams": {"orders": [2, 5], "rows": 61},
         "output": {"tied": True}, "attention": ATTENTIONS["heads"],
     },
     "one expert a row": {
-        "bias": False,
+        "layers": 1, "bias": False,
         "feed_forward": {"type": "experts", "count": 3, "top": 1, "activation": "squared_relu", "capacity": 1.25},
     },
     "experts by thresholds": {"feed_forward": {"type": "experts", "count": 4, "top": 1, "routing": "threshold"}},

@@ -35,33 +35,41 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     **{name: changes for name, changes in SYSTEMS.items() if name != "sandwich"},  # orders: two more of SYSTEMS
     "positions of sounds, the last row short": {"layers": 1, "embedding": {"type": "audio", "row_width": 12}},
-    "all later parts": {**LATER, "initialization": "released", "ngrams": NGRAMS},
+    "all later parts": {**LATER, "layers": 2, "initialization": "released", "ngrams": NGRAMS},
     "n-grams, positions of pictures": {
-        "embedding": {"type": "image", "height": 4, "width": 5, "channels": 2}, "ngrams": NGRAMS,
+        "context": 40, "layers": 1, "ngrams": NGRAMS,
+        "embedding": {"type": "image", "height": 4, "width": 5, "channels": 2},
     },
-    "n-grams, a position table, rotary": {"embedding": {"type": "learned"}, "ngrams": NGRAMS, "rotary": {}},
+    "n-grams, a position table, rotary": {
+        "layers": 1, "embedding": {"type": "learned"}, "ngrams": NGRAMS, "rotary": {},
+    },
     "feed-forwards alone too": {"layers": 2, "order": "f s2 f"},
     "reversible experts and clusters": {
-        "reversible": True, "attention": SYSTEMS["routing"]["attention"],
+        "layers": 2, "reversible": True, "attention": SYSTEMS["routing"]["attention"],
         "feed_forward": {"type": "experts", "count": 3, "top": 1, "balance": 3.0, "capacity": 0.75},
     },
 }  # fmt: skip
 
 
-# All remainders by the strides of 8 and 9, and both sides of tiles.
-FEW_LENGTHS = (*range(1, 26), 31, 32, 33, 40, 48, 63, 64)
+# All remainders by the strides of 8 and 9 behind a block, and both sides of tiles.
+FEW_LENGTHS = (1, 2, 3, 7, *range(8, 18), 25, 31, 32, 33, 64)
+EVERY_LENGTH = pytest.param(patterns.SHORT, patterns.LONGEST, marks=pytest.mark.campaign)
 
 
-@pytest.mark.parametrize("lengths", [FEW_LENGTHS, pytest.param(patterns.SHORT, marks=pytest.mark.campaign)], ids=len)
+@pytest.mark.parametrize(("lengths", "longest"), [(FEW_LENGTHS, 511), EVERY_LENGTH], ids=["few", "all"])
 @pytest.mark.parametrize("pattern", all_patterns(), ids=str)
-def test_every_pattern_conforms(pattern: Pattern, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_pattern_conforms(
+    pattern: Pattern, lengths: tuple[int, ...], longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(patterns, "SHORT", lengths)
+    monkeypatch.setattr(patterns, "LONGEST", longest)
     assert set(check(pattern).values()) == {"holds"}
 
 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_every_model_conforms(changes: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    results = check(small(**changes))
+    """Three blocks of most patterns are enough; every length of a context is computed."""
+    results = check(small(**{"context": 24, **changes}))
     assert capsys.readouterr().out == "".join(f"{name:<16}{result}\n" for name, result in results.items())
 
 
@@ -218,7 +226,7 @@ def test_a_faulty_mixer_is_found(
     for name, value in attributes.items():
         monkeypatch.setattr(FaultyConfig if name == "has_queries" else Faulty, name, value)
     with pytest.raises(ConformanceError) as caught:
-        check(small(attention={"type": "mean"}, layers=2))
+        check(small(attention={"type": "mean"}, layers=2, context=24))
     assert str(caught.value).startswith(f"mean, dense: {message}")
 
 
