@@ -22,7 +22,7 @@ from longstride.data_pipelines.order import StreamState
 from longstride.launcher.checkpoints.checkpoint import Checkpoint
 from longstride.launcher.checkpoints.saved_state import MASTER, SavedState, load_lanes
 from longstride.launcher.config import RunConfig
-from longstride.launcher.engine import ParallelExperts, rate_change, states
+from longstride.launcher.engine import rate_change, states
 from longstride.launcher.models import AVERAGE
 from longstride.launcher.output import say
 from longstride.launcher.ranks import Ranks
@@ -75,7 +75,7 @@ def load_state(engine: DeepSpeedEngine, saved: SavedState, ranks: Ranks) -> None
     with torch.no_grad():
         # Give the optimiser a state dictionary in the form in which it would have saved it.
         vectors = states.vectors(engine)
-        experts = next((part for part in engine.held.parts if isinstance(part, ParallelExperts)), None)
+        experts = next((part for part in engine.held.parts if part.kind == "experts"), None)
         held = [] if experts is None else experts.vectors()
         every = [*vectors, *held]
         masters, moments = ranks.run_on_all(
