@@ -31,7 +31,7 @@ BASE: dict[str, Any] = {
 EXPERTS = {"type": "experts", "count": 8, "top": 2, "activation": "squared_relu"}
 ROWS: dict[str, dict[str, Any]] = {
     "top 2, balance loss": EXPERTS,
-    "top 2 of these and 2 zero experts": EXPERTS | {"zero": 2},
+    "top 2, 2 zero experts": EXPERTS | {"zero": 2},
     "thresholds, 2 on average": EXPERTS | {"routing": "threshold"},
 }
 
@@ -83,11 +83,11 @@ def table(result: dict[str, Any]) -> str:
     for name, row in result["trainings"].items():
         bits = row["bits"]
         spread = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f})"
-        rows.append([name, f"{row['operations'] / 1000:,.0f} thousand", spread])
+        rows.append([name, f"{row['operations'] / 1000:,.0f}", spread])
     title = f"{result['device']}, torch {result['torch']}, {result['date']}. Two layers of eight experts, "
     seeds = min(len(row["bits"]) for row in result["trainings"].values())
     heading = f"{title}{result['steps']} steps of 4,096 bytes, seeds: {seeds} (least–most):"
-    return f"{heading}\n\n{markdown(['routing', 'operations a byte', 'bits per byte'], rows)}"
+    return f"{heading}\n\n{markdown(['routing', 'thousand operations a byte', 'bits per byte'], rows)}"
 
 
 if __name__ == "__main__":

@@ -27,4 +27,4 @@ def test_routings_have_equal_operations_but_for_zero_experts() -> None:
     assert top == threshold > zero and top - experts.operations(dense["model"]) == 2 * 2 * 6 * 128  # of routers
     trainings = {"one": {"operations": top, "bits": [2.5, 3.5]}}
     result = {"device": "a card", "torch": "2", "date": "today", "steps": 7, "trainings": trainings}
-    assert "| one | 907 thousand | 3.000 (2.500–3.500) |" in experts.table(result)
+    assert "| one | 907 | 3.000 (2.500–3.500) |" in experts.table(result)
