@@ -12,9 +12,9 @@ if __name__ == "sparse_model":
 else:
     from longstride.sparse_model.config import BlockConfig, ImageEmbedding, ModelConfig
     from longstride.sparse_model.division import Division
-    from longstride.sparse_model.feed_forwards.experts import Experts, ExpertsConfig
+    from longstride.sparse_model.feed_forwards.experts import Experts
     from longstride.sparse_model.generation import generate, wrong_settings
-    from longstride.sparse_model.ngrams import Ngrams, Table, sum_rows
+    from longstride.sparse_model.ngrams import Table
     from longstride.sparse_model.part import BlockContext, MixerOutput, Work
     from longstride.sparse_model.session import Session
     from longstride.sparse_model.strict import StrictModel, config_error

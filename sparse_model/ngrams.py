@@ -108,8 +108,16 @@ class Table(Part):
             (B, n, C).
         """
         if self.reader is None:
-            return sum_rows(self.rows, ids, weights).to(dtype)
+            return self.sum(self.rows, ids, weights).to(dtype)
         return self.reader(ids, dtype, weights, real)
+
+    @staticmethod
+    def sum(rows: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum the rows (·, C) of ids (B, n, K), with weights (B, n, K) or 1: (B, n, C)."""
+        if weights is not None:
+            weights = weights.flatten(0, 1).to(rows.dtype)
+        sums = F.embedding_bag(ids.flatten(0, 1), rows, mode="sum", per_sample_weights=weights)
+        return sums.view(*ids.shape[:2], -1)
 
 
 class Ngrams(Table):
@@ -134,11 +142,3 @@ class Ngrams(Table):
             (B, n, C), in the dtype of h.
         """
         return h + self.read(self.ids(before, places), h.dtype, real=real)
-
-
-def sum_rows(rows: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sum the rows (·, C) of ids (B, n, K), with weights (B, n, K) or 1: (B, n, C)."""
-    if weights is not None:
-        weights = weights.flatten(0, 1).to(rows.dtype)
-    sums = F.embedding_bag(ids.flatten(0, 1), rows, mode="sum", per_sample_weights=weights)
-    return sums.view(*ids.shape[:2], -1)

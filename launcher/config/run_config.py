@@ -18,7 +18,7 @@ from longstride.kernels.patterns import divisors
 from longstride.launcher.config.data_keys import DataConfig, resolve_saved_path, saved_path
 from longstride.launcher.config.deepspeed_keys import check_keys, precision
 from longstride.launcher.config.train_keys import AdafactorConfig, StageConfig, TrainConfig, batch_problem
-from longstride.sparse_model import ExpertsConfig, ModelConfig, SparseTransformer, StrictModel
+from longstride.sparse_model import ModelConfig, SparseTransformer, StrictModel
 
 EXTENDS, SCHEMA = "extends", "$schema"  # keys of a file; a run saves neither
 _NAME_OR_OBJECT = {
@@ -146,7 +146,8 @@ class RunConfig(StrictModel):
         Raises:
             ConfigError: a layer's experts do not divide, no layer has any, or a setting needs them in one process.
         """
-        counts = [part.count for part in self.model.feed_forwards if isinstance(part, ExpertsConfig)]
+        parts = [part.model_dump() for part in self.model.feed_forwards]
+        counts = [part["count"] for part in parts if part.get("type") == "experts"]
         if not counts:
             rule = "divides experts, and no layer of model.feed_forward has any; leave it out"
             raise ConfigError.at("train.expert_parallel", size, rule)

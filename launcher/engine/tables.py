@@ -26,7 +26,7 @@ from longstride.launcher.engine import states
 from longstride.launcher.engine.optimizer import rate_factor
 from longstride.launcher.models import AVERAGE
 from longstride.launcher.ranks import Ranks
-from longstride.sparse_model import Table, sum_rows
+from longstride.sparse_model import Table
 
 DECAY = 0.95  # of the second moment, for each step that touches the row
 _GATHERED_ROWS = 1 << 16  # at once
@@ -88,7 +88,7 @@ class HeldTable:
             rows, _ = self._ranks.swap(self.rows.index_select(0, requested), expected, counts)
         if real is not None:
             ids = ids.where(real[..., None], _PADDING)
-        sums = sum_rows(rows, places, weights).to(dtype)
+        sums = Table.sum(rows, places, weights).to(dtype)
         return _Storing.apply(sums, self._anchor, ids, weights, self._pending)
 
     def forget(self) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from longstride.sparse_model import Division, Experts, SparseTransformer
+from longstride.sparse_model import Division, SparseTransformer
+from longstride.sparse_model.feed_forwards.experts import Experts
 from tests.harness.configs import small
 
 MOST = 4  # processes that share a context

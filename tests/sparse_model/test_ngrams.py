@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from longstride.sparse_model import ModelConfig, Ngrams, SparseTransformer
+from longstride.sparse_model import ModelConfig, SparseTransformer
+from longstride.sparse_model.ngrams import Ngrams
 from tests.harness.configs import small
 
 TABLES = {"orders": [2, 3, 5], "rows": 70_000}  # the pairs of bytes have rows of their own, longer n-grams share some
