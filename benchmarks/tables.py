@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks import encoders, experts, lessons, photographs, probes, reach, recipe
+from benchmarks import encoders, experts, lessons, photographs, probes, product_keys, reach, recipe
 from benchmarks.attention import tables as attention
 from benchmarks.memories import lanes, recall, recurrences
 from benchmarks.paper import tables as paper
@@ -61,6 +61,7 @@ TABLES = (
     Table("docs/systems.md", "encoders", by_device("encoders", encoders.tables)),
     Table("docs/systems.md", "experts", by_device("experts", experts.table)),
     Table("docs/systems.md", "probes", by_device("probes", probes.table)),
+    Table("docs/systems.md", "product-keys", by_device("product-keys", product_keys.table)),
     Table("docs/systems.md", "recall", by_device("recall", recall.table)),
     Table("docs/systems.md", "recurrences", by_device("recurrences", recurrences.table)),
     Table("docs/training/carry-state.md", "lanes", by_device("lanes", lanes.tables)),

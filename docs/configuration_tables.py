@@ -24,7 +24,7 @@ NOTES = {  # appended to a description
     "model.relative_bias": "`{}`: MPNet's",
     "model.reversible": "[systems](systems.md#attention-by-hashing-in-reversible-blocks-reformer)",
     "model.ngrams": "[n-grams](#modelngrams)",
-    "model.feed_forward": "[experts](systems.md#mixture-of-experts)",
+    "model.feed_forward": "[experts](systems.md#mixture-of-experts), [product keys](systems.md#product-keys)",
     "model.embedding": "[below](#modelembedding)",
     "model.objective": "[masked](systems.md#masked-bytes-bert), [classes](training/fine-tune.md#fine-tune-on-labels)",
     "model.output": '`{"tied": true, "transform": true, "bias": true}`: BERT',

@@ -185,6 +185,11 @@ CASES: list[Case] = [
             ({"top": 9}, "top=9: must be at most count 8; nearest 8"),
         ]),
     ], count=8),
+    *of("feed_forward", "product_keys", [
+        ({"top": 10}, "top=10: must be at most keys 9; nearest 9"),
+        ({"query_width": 7}, "query_width=7: must be even, for two halves; nearest 6, 8"),
+        ({"keys": 46_341}, "keys=46341: must be less than or equal to 46340"),
+    ], keys=9, top=4),
     *(({"ngrams": {"rows": 8, **tables}}, f"ngrams.{line}") for tables, line in [
         ({"rows": 2**29}, "rows=536870912: of 5 orders must be below 2**31 in all; at most 429496729"),
         ({"orders": [3, 2]}, "orders=[3, 2]: must ascend; such as [2, 3]"),
