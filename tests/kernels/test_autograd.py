@@ -48,7 +48,7 @@ READS: dict[str, Pattern | None] = {"strided": Strided(8), "fixed": Fixed(8, 2, 
 @pytest.mark.parametrize("backend, device", BACKENDS)
 def test_compile_and_checkpoint_see_through(backend: str, device: str, reads: str, heads_side_by_side: bool) -> None:
     """Output and gradients have the same bits as one graph, and where they are recomputed."""
-    *leaves, grad_out = leaves_of(Shape(2, 2, 40, 16, 16), device, heads_side_by_side=heads_side_by_side)
+    *leaves, grad_out = leaves_of(Shape(2, 2, 20, 16, 16), device, heads_side_by_side=heads_side_by_side)
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pattern = READS[reads]

@@ -99,12 +99,12 @@ def test_hundreds_of_patterns_are_planned_once(monkeypatch: pytest.MonkeyPatch) 
 
     def cycle() -> int:
         planned.clear()
-        for window in range(1_001, 1_401):
+        for window in range(1_001, 1_261):
             backend.forward(q, q, q, (Local(window),), 1.0)
             backend.backward(Saved(q, q, q, q, q, q[..., 0], None), (Local(window),), 1.0)
             decode.plan_layout((Local(window),), 4_096, 256, torch.device("cpu"))
             assert plan.num_pairs(Local(window), 4_096) > 0
         return len(planned)
 
-    assert cycle() == 4 * 400  # passes forward, over keys and over queries, and those of single queries
+    assert cycle() == 4 * 260  # passes forward, over keys and over queries, and those of single queries
     assert cycle() == 0
