@@ -19,7 +19,7 @@ from longstride.kernels import (
     sparse_attention,
 )
 from longstride.kernels.patterns import Block, Column, Dense, Fixed, Local, Pattern, Strided
-from tests.harness.backends import DEVICES, DTYPES, on, repeats
+from tests.harness.backends import DEVICES, DTYPES, on
 from tests.harness.oracles import (
     RESULTS,
     Shape,
@@ -45,7 +45,7 @@ CASES = [
     *(on("cpu", d, reads, 1 + (i + j) % 2) for i, d in enumerate(DTYPES) for j, reads in enumerate(READS)),
     *(on("reference", SINGLE, reads, K) for reads in READS for K in (1, 2)),
     *(
-        on("triton", dtype, reads, 1 + (i + j) % 2, marks=repeats(i + j))
+        on("triton", dtype, reads, 1 + (i + j) % 2, marks=[] if i == j % 3 else [pytest.mark.campaign])
         for i, dtype in enumerate(DTYPES[:3])
         for j, reads in enumerate(READS)
     ),
@@ -73,7 +73,7 @@ def test_the_specification_is_that_of_heads_with_keys_of_their_own(
 
 @pytest.mark.parametrize("backend, dtype, reads, key_heads", CASES, ids=str)
 def test_results_are_within_precision(backend: str, dtype: torch.dtype, reads: str, key_heads: int) -> None:
-    shape = Shape(1 if backend == "triton" else 2, 4, 45, 16, 24, key_heads)
+    shape = Shape(1, 4, 37, 16, 24, key_heads) if backend == "triton" else Shape(2, 4, 45, 16, 24, key_heads)
     check_against_reference(backend, READS[reads], dtype, shape, grad_lse=True, device=DEVICES[backend])
 
 
@@ -106,7 +106,8 @@ def test_two_runs_give_the_same_bits_in_the_order_of_the_inputs(backend: str) ->
     ],
 )
 def test_selections_are_those_of_query_heads(backend: str, dtype: torch.dtype, name: str) -> None:
-    check(backend, selections(2, 4, 33)[name], dtype, Shape(2, 4, 33, 16, 24, 2), grad_lse=False)
+    batch = 1 if backend == "triton" else 2
+    check(backend, selections(batch, 4, 33)[name], dtype, Shape(batch, 4, 33, 16, 24, 2), grad_lse=False)
 
 
 @pytest.mark.parametrize(
