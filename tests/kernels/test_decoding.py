@@ -98,8 +98,11 @@ def check(
     ids=str,
 )
 def test_a_row_is_within_precision(backend: str, pattern: Pattern, dtype: torch.dtype, context: int) -> None:
-    """By default each pattern once in the slow interpreter."""
-    check(backend, pattern, dtype, Shape(1 if backend == "triton" else 2, 3, context, 24, 16))
+    """By default each pattern once in the slow interpreter, at three of the positions."""
+    if backend == "triton":
+        check(backend, pattern, dtype, Shape(1, 3, context, 24, 16), positions=[7, 37, context - 1])
+    else:
+        check(backend, pattern, dtype, Shape(2, 3, context, 24, 16))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,8 @@ def test_a_row_is_within_precision(backend: str, pattern: Pattern, dtype: torch.
 )
 def test_heads_may_differ(backend: str, dtype: torch.dtype, patterns: list[Pattern]) -> None:
     for context in (50, 72):
-        check(backend, patterns, dtype, Shape(2, len(patterns), context, 16, 24), positions=[0, 6, context - 1])
+        positions = [context - 1] if backend == "triton" else [0, 6, context - 1]
+        check(backend, patterns, dtype, Shape(2, len(patterns), context, 16, 24), positions=positions)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +358,7 @@ def test_inputs_may_require_gradients_where_none_are_computed() -> None:
 
 
 @WITH_TRITON
-@pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.campaign)])
 def test_the_kernels_compile_without_spilling_and_once_for_all_positions(share: int) -> None:
     """By default each case for one of the architectures in turn."""
     from triton.backends import backends
