@@ -86,6 +86,7 @@ PATTERNS = {
     "strided 128, aligned": Pattern({"type": "strided", "stride": 128, "align": "target"}),
     "dilated 256 by 8": Pattern({"type": "local", "window": 256, "dilation": 8}),
     "delta rule": Pattern({"type": "delta"}, {"type": "delta"}),
+    "delta rule, no decay": Pattern({"type": "delta", "decay": False}, {"type": "delta", "decay": False}),
     "routing": Pattern({"type": "routing", "clusters": 32, "window": 256, "shared_query_key": False, "decay": 0.95}),
     "hashing": HASHED,
     **{

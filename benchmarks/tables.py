@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from benchmarks import encoders, experts, lessons, photographs, probes, product_keys, reach, recipe
+from benchmarks import encoders, lessons, photographs, probes, reach, recipe
 from benchmarks.attention import tables as attention
+from benchmarks.feed_forwards import experts, product_keys
 from benchmarks.memories import lanes, recall, recurrences
 from benchmarks.paper import tables as paper
 from benchmarks.report import RESULTS, ROOT

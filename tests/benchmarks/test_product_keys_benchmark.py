@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import product_keys
+from benchmarks.feed_forwards import product_keys
 
 
 def test_steps_are_measured_and_have_their_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The ladder of recipes, and ways to route to experts: their rows are configurations that train."""
 
-from benchmarks import experts, recipe
+from benchmarks import recipe
+from benchmarks.feed_forwards import experts
 from longstride.launcher.config import RunConfig
 
 

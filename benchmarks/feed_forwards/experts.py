@@ -1,4 +1,4 @@
-"""Ways to route rows to experts, compared in miniature: ``python -m benchmarks.experts``.
+"""Ways to route rows to experts, compared in miniature: ``python -m benchmarks.feed_forwards.experts``.
 
 Models that differ in their routing alone learn Python's own sources by ``longstride train``, in one process of one
 thread, for equally many steps, from the same seeds. They are scored on the same held-out bytes. Operations are those

@@ -1,4 +1,4 @@
-"""Product-key memories by their number of values: ``python -m benchmarks.product_keys``.
+"""Product-key memories by their number of values: ``python -m benchmarks.feed_forwards.product_keys``.
 
 A training step of a small model with one memory, its optimiser included, by the processor time of one thread: the least
 of some steps. Values are held outside the optimiser, as in training, or are parameters of AdamW like any other, which
