@@ -14,6 +14,7 @@ Letters: W ranks, P positions of a step, K rows of a position (orders of n-grams
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -58,6 +59,7 @@ class HeldTable:
     def __init__(self, name: str, table: Table, train: TrainConfig, ranks: Ranks, *, sharded: bool) -> None:
         """Move the rows, the model's parameter ``name``, out of it. The process group must exist."""
         self.name, self._train, self._ranks = name, train, ranks
+        self.weighted = table.weighted
         self._part, self._parts = (ranks.rank, ranks.world_size) if sharded else (0, 1)
         rows = table.rows.detach()
         self.shape = rows.shape
@@ -167,6 +169,19 @@ class HeldTable:
     def numel(self) -> int:
         """The numbers of the complete table."""
         return self.shape.numel()
+
+    def usage(self) -> tuple[float, float]:
+        """Return the share of rows that steps have moved, and the KL divergence of their use from an even one, in nats.
+
+        The use of a row is the number of steps that have moved it. All ranks must call.
+        """
+        used = self._touches.double()
+        sums = torch.stack([(used > 0).double().sum(), used.sum(), torch.xlogy(used, used).sum()])
+        if self._parts > 1:
+            sums = self._ranks.gather(sums).sum(0)
+        moved, total, weighted = sums.tolist()
+        rows = self.shape[0]
+        return moved / rows, weighted / total + math.log(rows / total) if total else 0.0
 
     def local(self) -> Iterator[Tensor]:
         """Yield this rank's rows."""

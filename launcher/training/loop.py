@@ -218,6 +218,11 @@ class Trainer:
         line = evaluate_split(self._engine, self._run, self._stage.pieces)
         if len(self._stages) > 1:
             line["context"] = self._stage.context
+        # Of product keys; the rows of n-grams follow from the data.
+        usages = [part.usage() for part in self._engine.held.parts if part.kind == "tables" and part.weighted]
+        if usages:
+            read, divergence = (sum(numbers) / len(usages) for numbers in zip(*usages, strict=True))
+            line |= {"values_read": read, "values_kl": divergence}
         score = Score.of_line(line)
         self._plateau.add(score)
         self._recorder.write(line)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -39,11 +40,17 @@ def test_a_memory_goes_through_every_layout(config_file: Path, tmp_path: Path, c
         assert sorted(tensors) == sorted(names)
     moved = (trained[VALUES] != drawn[VALUES]).any(1)
     assert bool(moved.any()) and VALUES in names
+    used = torch.zeros(len(moved), dtype=torch.float64)
     for rank in range(2):
         saved = load_file(checkpoint.folder / f"tables-{rank:05d}.safetensors")
         assert torch.equal(saved[f"{VALUES}.fp32"], trained[VALUES][rank::2])
         assert torch.equal(saved[f"{VALUES}.touches"] > 0, moved[rank::2])  # slots that no row has read stay
         assert torch.equal(saved["fp32"], trained["embedding.ngrams.rows"][rank::2])
+        used[rank::2] = saved[f"{VALUES}.touches"].double()
+    share = used[moved] / used.sum()
+    evaluation = metrics(run)[-1]
+    assert evaluation["values_read"] == moved.double().mean().item()
+    assert evaluation["values_kl"] == pytest.approx((share * (share * len(used)).log()).sum().item())
 
     assert main(["export", str(run), "--weights", "trained", "--output", str(model)]) == 0, capsys.readouterr()
     loaded, expected = load_model(model), SparseTransformer(checkpoint.config.model).eval()
