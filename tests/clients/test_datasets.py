@@ -154,7 +154,7 @@ def test_a_whole_folder_takes_indexes_for_tars(make_data: Callable[..., Path]) -
 
 
 def test_readers_of_wav_files(make_data: Callable[..., Path]) -> None:
-    """Test the table of docs/data/audio.md."""
+    """Test what docs/data/audio.md says of readers."""
     from scipy.io import wavfile
 
     for properties in ({}, {"pcm_bits": 16}):
