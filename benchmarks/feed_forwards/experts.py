@@ -1,6 +1,6 @@
-"""Ways to route rows to experts, compared in miniature: ``python -m benchmarks.feed_forwards.experts``.
+"""Experts and product keys, compared in miniature: ``python -m benchmarks.feed_forwards.experts``.
 
-Models that differ in their routing alone learn Python's own sources by ``longstride train``, in one process of one
+Models that differ in their feed-forwards learn Python's own sources by ``longstride train``, in one process of one
 thread, for equally many steps, from the same seeds. They are scored on the same held-out bytes. Operations are those
 that ``longstride plan`` counts, in even use of all choices: with zero experts a byte has fewer.
 """
@@ -30,9 +30,11 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"type": "experts", "count": 8, "top": 2, "activation": "squared_relu"}
 ROWS: dict[str, dict[str, Any]] = {
-    "top 2, balance loss": EXPERTS,
-    "top 2, 2 zero experts": EXPERTS | {"zero": 2},
-    "thresholds, 2 on average": EXPERTS | {"routing": "threshold"},
+    "top 2, balance loss": {"model.feed_forward": EXPERTS},
+    "top 2, 2 zero experts": {"model.feed_forward": EXPERTS | {"zero": 2}},
+    "thresholds, 2 on average": {"model.feed_forward": EXPERTS | {"routing": "threshold"}},
+    "product keys, 65,536 values": {"model.feed_forward": {"type": "product_keys", "keys": 256, "query_width": 64}},
+    "dense, as many operations": {"model.feed_forward_ratio": 3.5},
 }
 
 
@@ -66,7 +68,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 
 def configuration(name: str) -> dict[str, Any]:
     """Return the run's configuration of a row, without data and steps."""
-    return changed(recipe(), BASE | {"model.feed_forward": ROWS[name]})
+    return changed(recipe(), BASE | ROWS[name])
 
 
 def operations(model: dict[str, Any]) -> int:
@@ -84,10 +86,10 @@ def table(result: dict[str, Any]) -> str:
         bits = row["bits"]
         spread = f"{statistics.fmean(bits):.3f} ({min(bits):.3f}–{max(bits):.3f})"
         rows.append([name, f"{row['operations'] / 1000:,.0f}", spread])
-    title = f"{result['device']}, torch {result['torch']}, {result['date']}. Two layers of eight experts, "
+    title = f"{result['device']}, torch {result['torch']}, {result['date']}. Two layers; eight experts, "
     seeds = min(len(row["bits"]) for row in result["trainings"].values())
     heading = f"{title}{result['steps']} steps of 4,096 bytes, seeds: {seeds} (least–most):"
-    return f"{heading}\n\n{markdown(['routing', 'thousand operations a byte', 'bits per byte'], rows)}"
+    return f"{heading}\n\n{markdown(['feed-forward', 'thousand operations a byte', 'bits per byte'], rows)}"
 
 
 if __name__ == "__main__":

@@ -18,14 +18,15 @@ def test_a_change_leaves_the_rest_as_it_was() -> None:
     assert content == {"model": {"layers": 2, "bias": False}}
 
 
-def test_routings_have_equal_operations_but_for_zero_experts() -> None:
+def test_feed_forwards_have_equal_operations_but_for_zero_experts() -> None:
     contents = {name: experts.configuration(name) for name in experts.ROWS}
     needed = {"train.output": "run", "train.steps": 1, "data": {"path": "data"}, "deepspeed": {}}
     for content in contents.values():
         assert RunConfig.model_validate(recipe.changed(content, needed))
-    top, zero, threshold = (experts.operations(content["model"]) for content in contents.values())
-    dense = recipe.changed(contents["top 2, balance loss"], {"model.feed_forward.count": 2})
-    assert top == threshold > zero and top - experts.operations(dense["model"]) == 2 * 2 * 6 * 128  # of routers
+    top, zero, threshold, memory, dense = (experts.operations(content["model"]) for content in contents.values())
+    assert memory == dense
+    two = recipe.changed(contents["top 2, balance loss"], {"model.feed_forward.count": 2})
+    assert top == threshold > zero and top - experts.operations(two["model"]) == 2 * 2 * 6 * 128  # of routers
     trainings = {"one": {"operations": top, "bits": [2.5, 3.5]}}
     result = {"device": "a card", "torch": "2", "date": "today", "steps": 7, "trainings": trainings}
     assert "| one | 907 | 3.000 (2.500–3.500) |" in experts.table(result)
