@@ -80,7 +80,7 @@ def test_wrong_field_is_named_with_its_rule(path: Path, override: str, line: str
         ("train.rotary=true", "did you mean model.rotary"),
         ("model.momentum=0.5", "did you mean train.optimizer.momentum"),
         ("gradient_clipping=1", "did you mean deepspeed.gradient_clipping"),
-        ("heads=2", "did you mean model.heads or model.attention.heads or model.attention.local.heads"),
+        ("heads=2", "did you mean model.heads or model.attention.heads or model.feed_forward.heads"),
         ("nothing_like_it=2", "known: model, data, train, deepspeed, notes"),
     ],
 )
