@@ -352,7 +352,7 @@ def _experts(plan: dict[str, Any]) -> list[str]:
         return []
     most = counting.traffic(experts["most_rows"] * experts["row_bytes"])
     lines = [
-        f"experts over {experts['processes']} processes: {experts['numel']:,} weights in {experts['layers']} layers",
+        f"experts over {experts['processes']} processes: {experts['numel']:,} weights, layers: {experts['layers']}",
         f"  a process computes {experts['rows']:,} rows in a layer and micro-batch in even use, as planned above; "
         f"at most {experts['most_rows']:,}, {most}",
     ]

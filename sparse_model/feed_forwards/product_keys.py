@@ -87,7 +87,7 @@ class SubKeys(Part):
 class Values(Table):
     """The value of each slot: that of sub-keys i and j is row i·n + j."""
 
-    part = "product-key values"
+    part = "values of keys"
 
     def __init__(self, network: NetworkConfig, config: ProductKeysConfig) -> None:
         super().__init__(config.keys**2, network.width, config.heads * config.top, weighted=True)
