@@ -94,7 +94,7 @@ def test_onnx_has_the_models_logits(recipe: Path) -> None:
 )
 def test_onnx_of_other_systems(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Use the verb's own check."""
-    model = random_export(tmp_path / "model", **{"heads": 4, "width": 64, "layers": 2, **SYSTEMS[name]})
+    model = random_export(tmp_path / "model", **{"heads": 4, "width": 64, "layers": 2, **SYSTEMS[name], "context": 64})
     assert cli.main(["export", str(model), "--format", "onnx", "--output", str(tmp_path / "onnx")]) == 0
     assert "; logits up to 63 tokens are the model's, " in capsys.readouterr().err
 
