@@ -10,6 +10,7 @@ import contextlib
 import io
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from deepspeed import DeepSpeedEngine
@@ -75,18 +76,14 @@ def load_state(engine: DeepSpeedEngine, saved: SavedState, ranks: Ranks) -> None
     with torch.no_grad():
         # Give the optimiser a state dictionary in the form in which it would have saved it.
         vectors = states.vectors(engine)
-        experts = next((part for part in engine.held.parts if part.kind == "experts"), None)
-        held = [] if experts is None else experts.vectors()
-        every = [*vectors, *held]
-        masters, moments = ranks.run_on_all(
-            lambda: ([_fill_vector(saved, MASTER, vector) for vector in every], _optimizer_states(saved, every))
-        )
-        if experts is not None:
-            count = len(vectors)
-            experts.fill(
-                masters[count:], {number - count: state for number, state in moments.items() if number >= count}
-            )
-            masters, moments = masters[:count], {number: moments[number] for number in range(count) if moments}
+
+        def read(vectors: Sequence[states.Vector]) -> tuple[list[Tensor], dict[int, dict[str, Tensor]]]:
+            return [_fill_vector(saved, MASTER, vector) for vector in vectors], _optimizer_states(saved, vectors)
+
+        masters, moments = ranks.run_on_all(lambda: read(vectors))
+        for part in engine.held.parts:
+            if part.kind == "experts":
+                part.fill(*ranks.run_on_all(partial(read, part.vectors())))
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             state = optimizer.state_dict()
             state["fp32_flat_groups"] = masters

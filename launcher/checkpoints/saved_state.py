@@ -340,11 +340,16 @@ def load_lanes(engine: DeepSpeedEngine, checkpoint: Checkpoint, ranks: Ranks) ->
 
 
 def _read_tensors(path: Path, prefix: str | None = None) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file, or those of a ``table_prefix``. ConfigError if it cannot be read."""
+    """Read a safetensors file: all tensors, or those whose names are ``prefix`` and a word, by that word.
+
+    ConfigError if it cannot be read.
+    """
     try:
         with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if prefix in (None, name[: name.rfind(".") + 1])]  # noqa: SIM118
-            return {name[len(prefix or "") :]: file.get_tensor(name) for name in names}
+            parted = {name: name.rpartition(".") for name in file.keys()}  # noqa: SIM118  no dictionary
+            if prefix is None:
+                return {name: file.get_tensor(name) for name in parted}
+            return {word: file.get_tensor(name) for name, (head, dot, word) in parted.items() if head + dot == prefix}
     except SafetensorError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 

@@ -87,7 +87,7 @@ class HeldParameters:
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of gradients and of the reduced ones here, for an engine without a loss scale."""
-        return torch.nn.utils.get_total_norm([*gradients, self._norm])
+        return torch.nn.utils.get_total_norm([*gradients, self._norm] if self.parts else gradients)
 
     def _join_norm(self, engine: DeepSpeedEngine) -> None:
         """Let DeepSpeed add the norm to its own. Each of its optimisers computes that in another method."""

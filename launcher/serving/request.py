@@ -78,8 +78,10 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
     """
     content = load_object(body)
     problems, room = [*_unknown_fields(content, _FIELDS), *setting_problems(content)], most_bytes(config)
+    place = f"{CARRIED_CONTEXTS} contexts" if config.carries else "the context"
+    reason = f"as {place} have {room}" if config.carries else f"as {place} has {room}"
     try:
-        prompt = _read_bytes(content, "prompt", config, room - 1, f"as the context has {room}")
+        prompt = _read_bytes(content, "prompt", config, room - 1, reason)
     except ConfigError as error:
         raise ConfigError(*problems, *error.problems) from None
     fitting = min(max_bytes, room - len(prompt))
@@ -88,7 +90,7 @@ def parse_request(body: bytes, config: ModelConfig, max_bytes: int) -> SampleReq
     if type(count) is not int or not 1 <= count <= fitting:
         rule = f"must be an integer from 1 to {fitting}"
         if fitting < max_bytes:
-            rule += f": prompt and sample must fit in the context of {room}"
+            rule += f": prompt and sample must fit in {place} of {config.context}"
         problems.append(Problem("bytes", rule, count))
     if problems:
         raise ConfigError(*problems)
@@ -109,8 +111,8 @@ def parse_score(body: bytes, config: ModelConfig) -> ScoreRequest:
     problems = _unknown_fields(content, _SCORE_FIELDS)
     contexts = CARRIED_CONTEXTS if config.carries else MOST_CONTEXTS
     try:
-        most = contexts * config.context
-        text = _read_bytes(content, "text", config, most, f"{contexts} contexts of {config.context}")
+        place = f"{contexts} contexts of {config.context}"
+        text = _read_bytes(content, "text", config, contexts * config.context, place)
         if not text:
             problems.append(Problem("text", "is empty; give bytes to score"))
     except ConfigError as error:

@@ -114,7 +114,7 @@ class ProductKeys(FeedForward):
         self.query = nn.Linear(network.width, config.heads * config.query_width, bias=network.bias)
         self.keys = SubKeys(config)
         self.values = Values(network, config)
-        # Of the sums of the k best of both halves, only those of places a and b with a·b <= k can be among the k best.
+        # Counted from 1, only the a-th and b-th best of both halves with a·b <= k can have one of the k best sums.
         places = [(a, b) for a in range(config.top) for b in range(config.top // (a + 1))]
         self._places = list(zip(*places, strict=True))
         self._places_on: dict[torch.device, Tensor] = {}

@@ -4,6 +4,7 @@
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import resource
 import shutil
@@ -26,6 +27,7 @@ from longstride.launcher.output import nonblocking_output, settle_libraries
 settle_libraries(os.environ)
 
 import longstride.launcher.checkpoints.saving as saving
+import longstride.launcher.engine.tables as tables
 import longstride.launcher.evaluation.evaluate as evaluate
 import longstride.launcher.train as entry
 import longstride.launcher.training.loop as loop
@@ -253,6 +255,17 @@ def mark_moments(path: str) -> None:
         return gather_objects(ranks, value)
 
 
+def overflow_tables(step: str) -> None:
+    """Make the squares of a table's gradients infinite in one step, and those of all others finite."""
+    calls = []
+
+    @replacing(tables.HeldTable, "reduce")
+    def reduce_and_overflow(reduce: Any, table: Any, scale: float) -> torch.Tensor:
+        calls.append(scale)
+        squares: torch.Tensor = reduce(table, scale)
+        return squares * math.inf if len(calls) == int(step) else squares
+
+
 class _SpoiltGradient(torch.autograd.Function):
     """Return the loss unchanged, with NaN as gradients."""
 
@@ -360,6 +373,7 @@ CHANGES: dict[str, Callable[[str], object]] = {  # by variable; each gets its va
     "VERSIONS": tell_versions,
     "SPOIL_AFTER_LOAD": spoil_after_load,
     "SPOIL": spoil,
+    "OVERFLOW_TABLES": overflow_tables,
     "HALT": halt,
     "LOSE_WORKER": lose_worker,
     "MARKS": mark_moments,

@@ -11,9 +11,9 @@ from longstride.launcher.checkpoints import master_weights, open_checkpoint
 from longstride.launcher.cli import main
 from longstride.launcher.models import AVERAGE, load_model
 from longstride.sparse_model import SparseTransformer
-from tests.harness.layouts import Leg, train_through
+from tests.harness.layouts import train_through
 from tests.harness.runs import complete, metrics
-from tests.launcher.training.test_tied_output import GATHERED
+from tests.launcher.training.test_tied_output import GATHERED, LEGS
 from tests.launcher.training.test_training import MUON, TABLES
 
 MEMORY = (
@@ -21,12 +21,6 @@ MEMORY = (
     '{"type": "dense"}]',
     "model.dropout=0", TABLES, MUON, "deepspeed.gradient_clipping=0.5",
 )  # fmt: skip
-LEGS: list[Leg] = [  # processes, and the layout of two steps
-    (2, ("deepspeed=zero0_fp32",)),
-    (2, ("deepspeed=zero3_fp32", GATHERED, "train.activation_checkpointing=true")),
-    (2, ("deepspeed=zero2_fp32", "train.sequence_parallel=2")),
-    (2, ("deepspeed=zero3_bf16", GATHERED)),
-]
 VALUES = "blocks.0.feed_forward.values.rows"
 
 
