@@ -250,13 +250,13 @@ def test_an_expert_without_rows_has_gradients_of_zero() -> None:
 
 @pytest.mark.parametrize("changes", [{"zero": 2}, {"zero": 2, "top": 1}, THRESHOLD], ids=str)
 def test_a_rows_experts_depend_on_that_row_alone(changes: dict[str, Any]) -> None:
-    """In training too, to the bit."""
+    """In training too: the choice to the bit; products have other last bits where an expert gets other rows beside it."""
     module, h = make(**changes), rows().detach()
     changed = torch.cat([h[:, :10], -h[:, 10:]], 1)
     assert torch.equal(
         module.route(h).gates.view(2, 20, -1)[:, :10], module.route(changed).gates.view(2, 20, -1)[:, :10]
     )
-    assert torch.equal(module(h).rows[:, :10], module(changed).rows[:, :10])
+    torch.testing.assert_close(module(h).rows[:, :10], module(changed).rows[:, :10], rtol=0, atol=2**-40)
 
 
 def test_a_row_of_zero_experts_gets_nothing() -> None:
