@@ -35,6 +35,18 @@ def attend_selected(q: Tensor, k: Tensor, v: Tensor, selection: Selection, scale
     return _attend(q, k, v, selection_mask(selection, k.shape[2]), scale)
 
 
+def attend_indexed(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return output of attention to listed positions (B, N, S), -1 for none, and the mean weights of these."""
+    missing = positions < 0
+    allowed = torch.zeros(*positions.shape[:2], k.shape[2] + 1, dtype=torch.bool, device=q.device)
+    allowed = allowed.scatter_(-1, positions.where(~missing, k.shape[2]), True)[:, None, :, :-1]
+    out, lse = _attend(q, k, v, allowed, scale)
+    with torch.no_grad(), _without_autocast(q.device.type):
+        queries, keys = (x.to(lse.dtype) for x in (q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)))
+        weights = ((queries @ keys.mT) * scale - lse[..., None]).exp().mean(1)
+        return out, weights.gather(-1, positions.clamp_min(0)).masked_fill(missing, 0.0)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return output and logsumexp of attention with a mask, (H, M, N) or (B, H, M, N)."""
     dtype, wide = q.dtype, accumulator_dtype(q.dtype)

@@ -22,6 +22,7 @@ from longstride.kernels.registry import class_named, foreign_schema, import_path
 from longstride.sparse_model.mixers.adaptive_span import AdaptiveSpanConfig
 from longstride.sparse_model.mixers.attention import KEY_VALUE_HEADS, Attention, HeadPatterns
 from longstride.sparse_model.mixers.entmax import EntmaxConfig
+from longstride.sparse_model.mixers.indexed import IndexedConfig
 from longstride.sparse_model.mixers.linformer import LinformerConfig
 from longstride.sparse_model.mixers.lsh import LshConfig
 from longstride.sparse_model.mixers.match import MatchConfig
@@ -45,6 +46,7 @@ MIXERS: dict[str, type[StrictModel]] = {
     "compressive": CompressiveConfig,
     "delta": DeltaConfig,
     "entmax": EntmaxConfig,
+    "indexed": IndexedConfig,
     "linformer": LinformerConfig,
     "lsh": LshConfig,
     "match": MatchConfig,

@@ -350,7 +350,7 @@ class Attention(Mixer):
         factors = self.compared(q, k)
 
         def of_head(queries: Tensor, head: int) -> Tensor:
-            allowed = self._allowed(q, k, head, context)(queries)
+            allowed = self.reads(h, head, context)(queries)
             keys = factors[1][0, head // self.group].double()
             scores = (factors[0][0, head, queries].double() @ keys.T) * q.shape[-1] ** -0.5
             weights = self.weigh(scores.masked_fill(~allowed, -math.inf), queries, head)

@@ -144,6 +144,20 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "convolution": 3,
         "attention": [{"type": "moba", "block": 6, "top": 3}, {"type": "moba", "block": 5, "top": 2}],
     },
+    "keys chosen by an indexer": {
+        "layers": 2,
+        "rotary": {"base": 1000},
+        "query_key_norm": True,
+        "output_gate": True,
+        "convolution": 3,
+        "attention": [
+            {"type": "indexed", "keys": 9, "window": 3, "index_heads": 2, "index_width": 6},
+            {
+                "type": "indexed", "keys": 12, "block": 4, "window": 5, "index_heads": 3, "index_width": 4,
+                "key_value_heads": 2,
+            },
+        ],
+    },
     "summaries of blocks": {
         "layers": 3,
         "convolution": 3,

@@ -250,7 +250,7 @@ def test_an_expert_without_rows_has_gradients_of_zero() -> None:
 
 @pytest.mark.parametrize("changes", [{"zero": 2}, {"zero": 2, "top": 1}, THRESHOLD], ids=str)
 def test_a_rows_experts_depend_on_that_row_alone(changes: dict[str, Any]) -> None:
-    """In training too: the choice to the bit; products have other last bits where an expert gets other rows beside it."""
+    """In training too: the choice to the bit; a product's last bits depend on how many rows its expert gets."""
     module, h = make(**changes), rows().detach()
     changed = torch.cat([h[:, :10], -h[:, 10:]], 1)
     assert torch.equal(

@@ -145,7 +145,8 @@ class AskedWidths(TorchDispatchMode):
         self.found: set[tuple[int, int]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.longstride.attention.default, torch.ops.longstride.selected_attention.default):
+        ops = torch.ops.longstride
+        if func in (ops.attention.default, ops.selected_attention.default, ops.indexed_attention.default):
             self.found.add((args[0].shape[-1], args[2].shape[-1]))
         return func(*args, **(kwargs or {}))
 

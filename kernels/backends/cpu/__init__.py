@@ -2,6 +2,7 @@
 
 from longstride.kernels.backends.cpu.attention import backward, forward, visited_pairs, why_not
 from longstride.kernels.backends.cpu.decode import PreparedCache
+from longstride.kernels.backends.cpu.indexed import indexed_backward, indexed_forward
 from longstride.kernels.backends.cpu.selected import selected_backward, selected_forward
 
 prepare = PreparedCache

@@ -1,0 +1,288 @@
+"""Attention to listed blocks on the CPU, the same ones for all heads of a query.
+
+Blocks of several keys are multiplied with the queries that list them (``_Blocks``). Single keys would make these
+products too narrow. So tiles of queries either gather the keys that they list, or in short contexts, where gathering
+takes longer, compute all scores and mask most of them (``_Tile``).
+
+Letters: N positions, n queries of a piece, T numbers of a query, L positions of a block, D and E widths of keys and
+values, G groups of R queries that list one block, W columns of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longstride.kernels.backends import Saved, empty_like_rows
+from longstride.kernels.backends.cpu.slabs import Numbers, num_at_once
+
+NARROW = 8  # keys; smaller blocks are read key by key
+ROWS = 64  # R
+MOST_LISTED = 1 << 24  # keys of the queries of a piece
+GATHERED = 48  # keys that are multiplied and masked in the time that gathering one takes
+TILE = 1 << 19  # values of keys that a tile gathers, or scores that it computes
+
+
+def indexed_forward(
+    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, starts: Tensor | None, block: int, scale: float, weigh: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, logsumexp and, if asked to, mean weights, as ``kernels.indexed`` describes them."""
+    arithmetic = Numbers.of(q.dtype)
+    out = empty_like_rows(v, q.dtype, heads=q.shape[1])
+    lse = q.new_empty(q.shape[:3], dtype=arithmetic.wide)
+    mean = lse.new_zeros(*numbers.shape[:2], numbers.shape[2] * block if weigh else 0)
+    group = q.shape[1] // k.shape[1]
+    for entry, piece in pieces(numbers, starts, block, k.shape[3]):
+        rows = slice(piece.first, piece.first + len(piece.numbers))
+        for head in range(q.shape[1]):
+            queries, keys, values = (
+                x.to(arithmetic.narrow)
+                for x in (q[entry, head, rows], k[entry, head // group], v[entry, head // group])
+            )
+            result, out_lse, weights = piece.forward(arithmetic, queries, keys, values, scale, weigh)
+            out[entry, head, rows] = result.to(q.dtype)
+            lse[entry, head, rows] = out_lse * arithmetic.nats
+            if weights is not None:
+                mean[entry, rows] += weights
+    return out, lse, mean.div_(q.shape[1]) if weigh else mean.flatten()
+
+
+def indexed_backward(
+    saved: Saved, numbers: Tensor, starts: Tensor | None, block: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    q, k, v, out, grad_out, lse, _ = saved
+    arithmetic = Numbers.of(q.dtype)
+    narrow, wide = arithmetic.narrow, arithmetic.wide
+    grad_q = empty_like_rows(q)
+    grad_k, grad_v = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
+    group = q.shape[1] // k.shape[1]
+    for entry, piece in pieces(numbers, starts, block, k.shape[3]):
+        rows = slice(piece.first, piece.first + len(piece.numbers))
+        for head in range(q.shape[1]):
+            grads = grad_out[entry, head, rows]
+            # Powers of a query without keys are 0.
+            shift = (lse[entry, head, rows] / arithmetic.nats).masked_fill_(
+                lse[entry, head, rows] == -math.inf, math.inf
+            )
+            delta = (grads.to(wide) * out[entry, head, rows].to(wide)).sum(-1)
+            inputs = [
+                x.to(narrow) for x in (q[entry, head, rows], k[entry, head // group], v[entry, head // group], grads)
+            ]
+            into = grad_k[entry, head // group], grad_v[entry, head // group]
+            grad_q[entry, head, rows] = piece.backward(arithmetic, inputs, shift, delta, into, scale).to(q.dtype)
+    return grad_q, empty_like_rows(k).copy_(grad_k), empty_like_rows(v).copy_(grad_v)
+
+
+def pieces(numbers: Tensor, starts: Tensor | None, block: int, width: int) -> Iterator[tuple[int, _Blocks | _Tile]]:
+    """Yield the queries of each context in pieces that take bounded memory, with the context's number."""
+    context, count = numbers.shape[1:]
+    if block >= NARROW:
+        size = MOST_LISTED // (count * block)
+    elif context > GATHERED * count * block:
+        size = TILE // (count * block * width)
+    else:
+        size = TILE // context
+    for entry in range(len(numbers)):
+        for first in range(0, context, max(1, size)):
+            some = slice(first, first + max(1, size))
+            listed = numbers[entry, some].long()
+            query = torch.arange(first, first + len(listed))[:, None, None]
+            keys = listed[..., None] * block + torch.arange(block)
+            is_read = (listed[..., None] >= 0) & (keys <= query)
+            if starts is not None:
+                is_read &= keys >= starts[entry, some, None, None]
+            if block >= NARROW:
+                yield entry, _Blocks.of(first, listed, is_read, context)
+            else:
+                keys = keys.flatten(1).where(is_read.flatten(1), -1)
+                yield entry, _Tile.of(first, keys, gathers=context > GATHERED * count * block)
+
+
+class _Blocks(NamedTuple):
+    """Queries of a piece in groups that list one block; the last group of a block is padded."""
+
+    first: int  # position of the first query
+    numbers: Tensor  # (n, T)
+    bias: Tensor  # (n · T + 1, L): 0 where a query reads a key of the block that it lists, else -inf; the last: padding
+    query: Tensor  # (G · R,) of each row
+    pair: Tensor  # (G · R,) query times T, plus place in its list; n · T for padding
+    block: Tensor  # (G,)
+    row: Tensor  # (n · T,) of each pair; G · R for none
+    padding: int  # positions after the last one, to the end of its block
+
+    @classmethod
+    def of(cls, first: int, numbers: Tensor, is_read: Tensor, context: int) -> _Blocks:
+        """Group pairs of a query and a block, ``is_read`` (n, T, L)."""
+        size = is_read.shape[2]
+        bias = torch.full((numbers.numel() + 1, size), -math.inf)
+        bias[:-1].masked_fill_(is_read.flatten(0, 1), 0.0)
+        listed, pair = numbers.flatten().sort(stable=True)
+        first_listed = int((listed < 0).sum())
+        block, counts = torch.unique_consecutive(listed[first_listed:], return_counts=True)
+        groups = (counts + ROWS - 1) // ROWS
+        number = torch.arange(int(groups.sum())) - (groups.cumsum(0) - groups).repeat_interleave(groups)
+        begin = (first_listed + counts.cumsum(0) - counts).repeat_interleave(groups)
+        place = number[:, None] * ROWS + torch.arange(ROWS)  # among the queries that list the block
+        is_pair = place < counts.repeat_interleave(groups)[:, None]
+        pair = pair[(begin[:, None] + place).where(is_pair, 0)].where(is_pair, numbers.numel()).flatten()
+        query = (pair // numbers.shape[1]).clamp_max_(len(numbers) - 1)
+        row = torch.full((numbers.numel() + 1,), len(pair))
+        row[pair] = torch.arange(len(pair))
+        return cls(first, numbers, bias, query, pair, block.repeat_interleave(groups), row[:-1], -context % size)
+
+    def forward(
+        self, arithmetic: Numbers, q: Tensor, k: Tensor, v: Tensor, scale: float, weigh: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Attend from queries (n, D) to keys (N, D): output (n, E), logsumexp in exponents (n,), weights (n, T · L)."""
+        keys, values = (self._in_blocks(x) for x in (k, v))
+        in_groups = torch.empty(len(self.pair) + 1, keys.shape[1], dtype=arithmetic.wide)
+        in_groups[-1] = 0.0
+        for groups, rows in self._slabs():
+            queries = q.index_select(0, self.query[rows]).view(-1, ROWS, q.shape[1])
+            products = torch.bmm(queries, keys.index_select(0, self.block[groups]).mT)
+            in_groups[rows] = products.view(-1, keys.shape[1])
+        in_groups *= scale / arithmetic.nats
+        scores = in_groups.index_select(0, self.row).add_(self.bias[:-1]).view(len(q), -1)
+        peak = scores.amax(-1, keepdim=True)
+        peak.masked_fill_(peak == -math.inf, 0.0)
+        powers = arithmetic.power_(scores.sub_(peak))
+        total = powers.sum(-1, keepdim=True)
+        lse = peak + arithmetic.log(total)
+        shift = lse.masked_fill(total == 0, math.inf)[:, 0]
+        out = torch.zeros(len(q), v.shape[1], dtype=arithmetic.wide)
+        for groups, rows in self._slabs():
+            weights = self._weights(arithmetic, in_groups[rows], rows, shift).view(-1, ROWS, keys.shape[1])
+            products = torch.bmm(weights.to(v.dtype), values.index_select(0, self.block[groups]))
+            out.index_add_(0, self.query[rows], products.view(-1, v.shape[1]).to(out.dtype))
+        return out, lse[:, 0], powers.div_(total.masked_fill(total == 0, 1.0)) if weigh else None
+
+    def backward(
+        self,
+        arithmetic: Numbers,
+        inputs: list[Tensor],
+        shift: Tensor,
+        delta: Tensor,
+        into: tuple[Tensor, Tensor],
+        scale: float,
+    ) -> Tensor:
+        """Return the gradient of q, (n, D), and add those of k and v, (N, ·)."""
+        q, k, v, grad_out = inputs
+        keys, values = (self._in_blocks(x) for x in (k, v))
+        size = keys.shape[1]
+        grad_q = torch.zeros(q.shape, dtype=arithmetic.wide)
+        grad_k, grad_v = (torch.zeros(x.shape, dtype=arithmetic.wide) for x in (keys, values))
+        for groups, rows in self._slabs():
+            query, block = self.query[rows], self.block[groups]
+            queries, grads = (x.index_select(0, query).view(-1, ROWS, x.shape[1]) for x in (q, grad_out))
+            keys_read, values_read = (x.index_select(0, block) for x in (keys, values))
+            scores = torch.bmm(queries, keys_read.mT).to(arithmetic.wide).mul_(scale / arithmetic.nats)
+            weights = self._weights(arithmetic, scores.view(-1, size), rows, shift).view_as(scores)
+            grad_v.index_add_(0, block, torch.bmm(weights.to(q.dtype).mT, grads).to(arithmetic.wide))
+            grad = torch.bmm(grads, values_read.mT).to(arithmetic.wide)
+            grad.sub_(delta.index_select(0, query).view(-1, ROWS, 1)).mul_(weights).mul_(scale)
+            grad_scores = grad.to(q.dtype)
+            grad_q.index_add_(0, query, torch.bmm(grad_scores, keys_read).view(-1, q.shape[1]).to(arithmetic.wide))
+            grad_k.index_add_(0, block, torch.bmm(grad_scores.mT, queries).to(arithmetic.wide))
+        for total, grads in zip(into, (grad_k, grad_v), strict=True):
+            total += grads.flatten(0, 1)[: len(total)]
+        return grad_q
+
+    def _slabs(self) -> Iterator[tuple[slice, slice]]:
+        """Yield slices of groups, and of their rows."""
+        size = num_at_once(ROWS * self.bias.shape[1])
+        for first in range(0, len(self.block), size):
+            last = min(first + size, len(self.block))
+            yield slice(first, last), slice(first * ROWS, last * ROWS)
+
+    def _in_blocks(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, self.padding)).view(-1, self.bias.shape[1], x.shape[1])
+
+    def _weights(self, arithmetic: Numbers, scores: Tensor, rows: slice, shift: Tensor) -> Tensor:
+        """Return the weights of rows by their scores in exponents (·, L)."""
+        biased = scores + self.bias.index_select(0, self.pair[rows])
+        return arithmetic.power_(biased.sub_(shift.index_select(0, self.query[rows])[:, None]))
+
+
+class _Tile(NamedTuple):
+    """A few queries that gather their keys, or that compute the scores of all keys up to the last of them."""
+
+    first: int
+    numbers: Tensor  # (n, T) positions; -1 for none
+    bias: Tensor  # (n, W): 0 where a query reads a column, else -inf
+    columns: Tensor | None  # (n · T,) the position of each column, W = T; None: positions 0 to W - 1
+
+    @classmethod
+    def of(cls, first: int, keys: Tensor, *, gathers: bool) -> _Tile:
+        """Prepare a tile of queries with keys (n, T)."""
+        if gathers:
+            bias = torch.zeros(keys.shape).masked_fill_(keys < 0, -math.inf)
+            return cls(first, keys, bias, keys.clamp_min(0).flatten())
+        last = first + len(keys)
+        bias = torch.full((len(keys), last + 1), -math.inf)  # one more column, for those that are missing
+        bias.scatter_(1, keys.where(keys >= 0, last), 0.0)
+        return cls(first, keys, bias[:, :-1], None)
+
+    def forward(
+        self, arithmetic: Numbers, q: Tensor, k: Tensor, v: Tensor, scale: float, weigh: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Attend as ``_Blocks.forward`` does."""
+        keys, values = (self._columns(x) for x in (k, v))
+        scores = self._scores(arithmetic, q, keys, scale)
+        peak = scores.amax(-1, keepdim=True)
+        peak.masked_fill_(peak == -math.inf, 0.0)
+        powers = arithmetic.power_(scores.sub_(peak))
+        total = powers.sum(-1, keepdim=True)
+        lse = peak + arithmetic.log(total)
+        weights = powers.div_(total.masked_fill(total == 0, 1.0))
+        out = _times(weights.to(v.dtype), values).to(arithmetic.wide)
+        if weigh and self.columns is None:
+            weights = weights.gather(1, self.numbers.clamp_min(0)).masked_fill_(self.numbers < 0, 0.0)
+        return out, lse[:, 0], weights if weigh else None
+
+    def backward(
+        self,
+        arithmetic: Numbers,
+        inputs: list[Tensor],
+        shift: Tensor,
+        delta: Tensor,
+        into: tuple[Tensor, Tensor],
+        scale: float,
+    ) -> Tensor:
+        """Return and add gradients as ``_Blocks.backward`` does."""
+        q, k, v, grad_out = inputs
+        keys, values = (self._columns(x) for x in (k, v))
+        weights = arithmetic.power_(self._scores(arithmetic, q, keys, scale).sub_(shift[:, None]))
+        grad = _times(grad_out, values.mT).to(arithmetic.wide).sub_(delta[:, None]).mul_(weights).mul_(scale)
+        grad_scores = grad.to(q.dtype)
+        self._add(into[1], weights.to(q.dtype), grad_out)
+        self._add(into[0], grad_scores, q)
+        return _times(grad_scores, keys).to(arithmetic.wide)
+
+    def _columns(self, x: Tensor) -> Tensor:
+        """Return the rows of x (N, D) that are read: (n, T, D), or (W, D) for all queries."""
+        if self.columns is None:
+            return x[: self.bias.shape[1]]
+        return x.index_select(0, self.columns).view(*self.numbers.shape, x.shape[1])
+
+    def _scores(self, arithmetic: Numbers, q: Tensor, keys: Tensor, scale: float) -> Tensor:
+        products = _times(q, keys.mT).to(arithmetic.wide)
+        return products.mul_(scale / arithmetic.nats).add_(self.bias)
+
+    def _add(self, total: Tensor, factors: Tensor, rows: Tensor) -> None:
+        """Add the products of factors (n, W) and rows (n, D) to the rows (N, D) of the columns."""
+        if self.columns is None:
+            total[: self.bias.shape[1]] += factors.T @ rows
+        else:
+            products = factors[:, :, None] * rows[:, None]
+            total.index_add_(0, self.columns, products.flatten(0, 1).to(total.dtype))
+
+
+def _times(rows: Tensor, columns: Tensor) -> Tensor:
+    """Multiply rows (n, D) by one matrix (D, W), or each by its own (n, D, W)."""
+    return rows @ columns if columns.dim() == 2 else torch.bmm(rows[:, None], columns)[:, 0]

@@ -1,0 +1,375 @@
+"""Attention to keys that a learned indexer chooses (DeepSeek-AI 2025, arXiv 2512.02556, section 2.1).
+
+All heads of a query read the same keys. Letters: B batch, H heads of queries, K heads of keys and values, N positions,
+D and E widths of keys and values, J heads of the indexer of width I, T numbers of a query, L positions of a block.
+
+A number is that of a block of L positions, counted from position 0; with L = 1 it is a position. -1 stands for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longstride.kernels.attention import check_inputs, choose_backend, load, resolve_scale
+from longstride.kernels.backends import Saved, accumulator_dtype, empty_like_rows, reference, triton
+from longstride.kernels.selected import ADVICE, BACKENDS, selected_attention
+from longstride.kernels.selections import chosen_blocks
+
+SCORES = {"cpu": 1 << 20}  # of all heads of an indexer or of attention at once, so that a CPU's cache holds them
+MOST_SCORES = 1 << 26  # on other devices
+
+
+def choose_keys(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    *,
+    count: int,
+    block: int = 1,
+    window: int = 1,
+    starts: Tensor | None = None,
+    backend: str = "auto",
+    first: int = 0,
+) -> Tensor:
+    """Choose the blocks of keys with the highest scores Σ_j w_j · ReLU(q_j · k), up to each query (equation 1).
+
+    A block has the highest score of its keys. Blocks with any of the query's last ``window`` positions come first.
+    Scores are rounded to fp32 before they are compared, and the later of equal ones is chosen. There is no gradient.
+
+    Args:
+        q: (B, n, J, I), of the positions from ``first`` on.
+        k: (B, first + n, I), one key a position.
+        weights: (B, n, J).
+        count: the most blocks of a query.
+        block: L.
+        window: at least 1, the query's own position counted; at most the positions that ``count`` blocks surely have.
+        starts: (B, n) int64, the first position whose key each query may read; None: 0.
+        backend: as of attention; only triton computes scores otherwise.
+
+    Returns:
+        (B, n, T) int32 in any order, T at most ``count``; -1 where a query has fewer blocks.
+    """
+    rows, context = q.shape[1], k.shape[1]
+    blocks = -(-context // block)
+    numbers = q.new_full((len(q), rows, min(count, blocks)), -1, dtype=torch.int32)
+    for entry, some, columns in tiles(len(q), rows, q.shape[2], first, q.device):
+        scores = index_scores(q[entry, some], k[entry, :columns], weights[entry, some], first + some.start, backend)
+        query = torch.arange(first + some.start, columns, device=q.device)[:, None]
+        position = torch.arange(columns, device=q.device)
+        scores.masked_fill_((position > query - window) & (position <= query), torch.inf)
+        if starts is not None:
+            scores.masked_fill_(position < starts[entry, some, None], -torch.inf)
+        if block > 1:
+            scores = F.pad(scores, (0, -columns % block), value=-torch.inf).unflatten(1, (-1, block)).amax(-1)
+        chosen = highest(scores, min(count, scores.shape[1]))
+        numbers[entry, some, : chosen.shape[1]] = chosen
+    return numbers
+
+
+def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int, backend: str = "auto") -> Tensor:
+    """Return Σ_j w_j · ReLU(q_j · k) of queries (n, J, I) from position ``first`` on: (n, first + n) fp32.
+
+    That of a later key is -inf.
+    """
+    q, k, weights = q.detach(), k.detach(), weights.detach()
+    if choose_backend(backend, BACKENDS, (q, q, q), ADVICE) == "triton":
+        scores: Tensor = triton.index_scores(q[None], k[None], weights[None], first)[0]
+        return scores
+    wide = accumulator_dtype(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):  # autocast would round to 16 bits
+        scores = torch.mm(q.to(wide).flatten(0, 1), k.to(wide).T).relu_().view(*q.shape[:2], -1)
+        scores = torch.bmm(weights.to(wide)[:, None], scores)[:, 0].float()
+    return scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(first + 1), -torch.inf)
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the ``count`` highest of scores (…, W) fp32, the later of equal ones; -1 for one of -inf.
+
+    Returns:
+        (…, count) int32, in any order.
+    """
+    # Bits of fp32 have the order of integers once those of negative numbers are reversed; 0 is added to -0.
+    bits = (scores + 0.0).view(torch.int32)
+    codes = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | torch.arange(scores.shape[-1], device=scores.device)
+    top = codes.topk(count, sorted=False).values
+    return (top & 0xFFFFFFFF).where(top >> 32 > -0x7F800001, -1).int()
+
+
+def tiles(
+    batch: int, rows: int, heads: int, first: int, device: torch.device, width: int | None = None
+) -> Iterator[tuple[int, slice, int]]:
+    """Yield tiles of queries from position ``first`` on: number in the batch, rows, and how many keys come up to there.
+
+    Scores of all heads of a tile may stand in memory, with ``width`` keys of a query; None: with all up to there.
+    """
+    most = SCORES.get(device.type, MOST_SCORES)
+    for entry in range(batch):
+        begin = 0
+        while begin < rows:
+            size = max(1, min(rows - begin, most // (heads * (width or first + begin + 64))))
+            yield entry, slice(begin, begin + size), first + begin + size
+            begin += size
+
+
+def positions_of(numbers: Tensor, block: int, query: Tensor, starts: Tensor | None = None) -> Tensor:
+    """Return the positions of the keys in the blocks of queries, (…, T) to (…, T · L) int64; -1 for none.
+
+    ``query``, ``starts``: (…), each query's position and the first position that it may read.
+    """
+    keys = numbers.long()
+    if block > 1:
+        keys = (keys[..., None] * block + torch.arange(block, device=keys.device)).where(keys[..., None] >= 0, -1)
+        keys = keys.flatten(-2)
+        keys = keys.where(keys <= query[..., None], -1)
+    return keys if starts is None else keys.where(keys >= starts[..., None], -1)
+
+
+def indexed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    numbers: Tensor,
+    *,
+    block: int = 1,
+    starts: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_weights: bool = False,
+) -> Any:
+    """Compute softmax attention of all heads of a query to the blocks that it lists, up to its own position.
+
+    Args:
+        q: (B, H, N, D) in fp16, bf16, fp32 or fp64. Scores and sums are in fp32 (fp64 for fp64).
+        k: (B, K, N, D). K may be less than H: see ``sparse_attention``.
+        v: (B, K, N, E).
+        numbers: (B, N, T) int32, blocks that begin no later than the query, none twice; -1 for none.
+        block: L.
+        starts: (B, N) int64, as ``choose_keys`` takes it.
+        scale: factor of the scores. Default: 1/sqrt(D).
+        backend: auto, triton, cpu or reference. A named backend that cannot run here raises.
+        return_weights: also return the weights, averaged over heads, (B, N, T · L) fp32 (fp64 for fp64) without a
+            gradient; 0 where there is no key.
+
+    Returns:
+        (B, H, N, E) in q's dtype, 0 for a query without keys; and with ``return_weights`` these.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match, or the scale is not finite.
+        ConfigError: the backend is unknown or cannot run here.
+    """
+    check_inputs(q, k, v)
+    if numbers.shape[:2] != (len(q), q.shape[2]) or numbers.dtype != torch.int32:
+        rule = f"must be ({len(q)}, {q.shape[2]}, T) int32, as q is {tuple(q.shape)}"
+        raise ValueError(f"numbers {tuple(numbers.shape)} {numbers.dtype} {rule}")
+    scale = resolve_scale(q, scale)
+    backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
+    own = torch.arange(q.shape[2], device=q.device)
+    if backend == "triton" and block > 1 and starts is None:
+        # Tiles of a block and the queries that choose it, as in mixture of block attention.
+        others = numbers.where(numbers != own[:, None] // block, -1)[:, None].expand(-1, q.shape[1], -1, -1)
+        selection = chosen_blocks(others, block)
+        out, lse = selected_attention(q, k, v, selection, scale=scale, backend=backend, return_lse=True)
+        if return_weights:
+            weights = triton.summed_weights(q, k, lse, positions_of(numbers, block, own).int(), scale)
+    elif backend == "reference":
+        out, weights = reference.attend_indexed(q, k, v, positions_of(numbers, block, own, starts), scale)
+    else:
+        out, _, weights = _indexed_attention(q, k, v, numbers, starts, block, scale, return_weights, backend)
+    return (out, weights) if return_weights else out
+
+
+# Opaque operations for torch.compile and plans, as they walk through tiles.
+@torch.library.custom_op("longstride::indexed_attention", mutates_args=())
+def _indexed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    numbers: Tensor,
+    starts: Tensor | None,
+    block: int,
+    scale: float,
+    return_weights: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the logsumexp (B, H, N) and the weights, which are empty unless wanted."""
+    with torch.autocast(q.device.type, enabled=False):
+        results: tuple[Tensor, Tensor, Tensor] = load(backend).indexed_forward(
+            q, k, v, numbers, starts, block, scale, return_weights
+        )
+        return results
+
+
+@_indexed_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, _: Any, block: int, __: float, return_weights: bool, *___: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
+    shape = (*numbers.shape[:2], numbers.shape[2] * block) if return_weights else (0,)
+    return empty_like_rows(v, q.dtype, heads=q.shape[1]), lse, lse.new_empty(shape)
+
+
+@torch.library.custom_op("longstride::indexed_attention_backward", mutates_args=())
+def _indexed_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    grad_out: Tensor,
+    lse: Tensor,
+    numbers: Tensor,
+    starts: Tensor | None,
+    block: int,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    saved = Saved(q, k, v, out, grad_out, lse, None)
+    with torch.autocast(q.device.type, enabled=False):
+        grads: tuple[Tensor, Tensor, Tensor] = load(backend).indexed_backward(saved, numbers, starts, block, scale)
+        return grads
+
+
+@_indexed_attention_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_like_rows(q), empty_like_rows(k), empty_like_rows(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, numbers, starts, block, scale, _, backend = inputs
+    ctx.save_for_backward(q, k, v, output[0], output[1], numbers, starts)
+    ctx.values = block, scale, backend
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, numbers, starts = ctx.saved_tensors
+    grads = _indexed_attention_backward(q, k, v, out, grad_out, lse, numbers, starts, *ctx.values)
+    return *grads, *[None] * 6
+
+
+_indexed_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    attention: tuple[Tensor, Tensor],
+    *,
+    numbers: Tensor | None = None,
+    block: int = 1,
+    target: Tensor | None = None,
+    starts: Tensor | None = None,
+    real: Tensor | None = None,
+) -> Tensor:
+    """Compute KL(p ‖ softmax(scores)) of the indexer's scores, averaged over queries (equations 3 and 4).
+
+    p are the attention weights of a query, averaged over heads. Only q, k and weights have gradients.
+
+    Args:
+        q, k, weights: as ``choose_keys`` takes them, of whole contexts.
+        attention: queries (B, H, N, D) and keys (B, K, N, D) of the attention, from which p follows without ``target``.
+        numbers: (B, N, T) int32, the blocks that each query reads; None: all keys up to it.
+        block: L.
+        target: p, (B, N, T · L), as ``indexed_attention`` returns it; given with ``numbers``.
+        starts: (B, N) int64, as ``choose_keys`` takes it.
+        real: (B, N) bool, False for queries to leave out; None: none.
+
+    Returns:
+        () fp32 (fp64 for fp64).
+    """
+    wide = accumulator_dtype(q.dtype)
+    shares = q.new_ones(q.shape[:2], dtype=wide) if real is None else real.to(wide)
+    shares = shares / shares.sum().clamp_min(1)
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or weights.requires_grad)
+    pair = attention if numbers is None else (None, None)
+    loss: Tensor = _indexer_loss(q, k, weights, *pair, numbers, target, starts, shares, block, keep)[0]
+    return loss
+
+
+@torch.library.custom_op("longstride::indexer_loss", mutates_args=())
+def _indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    queries: Tensor | None,
+    keys: Tensor | None,
+    numbers: Tensor | None,
+    target: Tensor | None,
+    starts: Tensor | None,
+    shares: Tensor,
+    block: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the loss, and with ``keep`` its gradients by q, k and weights, so that scores are computed once."""
+    wide = accumulator_dtype(q.dtype)
+    grads = [torch.zeros_like(x, dtype=wide) if keep else x.new_empty(0, dtype=wide) for x in (q, k, weights)]
+    loss = q.new_zeros((), dtype=wide)
+    heads = q.shape[2] if queries is None else max(q.shape[2], queries.shape[1])
+    width = None if numbers is None else numbers.shape[2] * block * q.shape[3] // q.shape[2]
+    with torch.autocast(q.device.type, enabled=False):
+        for entry, some, columns in tiles(len(q), q.shape[1], heads, 0, q.device, width):
+            query = torch.arange(some.start, columns, device=q.device)
+            start = None if starts is None else starts[entry, some]
+            if numbers is None:
+                assert queries is not None and keys is not None
+                position = torch.arange(columns, device=q.device)
+                places, read = None, k[entry, :columns].to(wide)
+                is_read = position <= query[:, None]
+                if start is not None:
+                    is_read &= position >= start[:, None]
+                p = _mean_weights(queries[entry, :, some], keys[entry, :, :columns], is_read)
+            else:
+                assert target is not None
+                places = positions_of(numbers[entry, some], block, query, start)
+                is_read, p = places >= 0, target[entry, some]
+                read = k[entry].index_select(0, places.clamp_min(0).flatten()).view(*places.shape, -1).to(wide)
+            index_q, factors = q[entry, some].to(wide), weights[entry, some].to(wide)
+            products = (index_q @ read.mT).relu_()  # (R, J, W)
+            scores = (factors[:, None] @ products)[:, 0].masked_fill_(~is_read, torch.finfo(wide).min)
+            log_index = scores.log_softmax(-1)
+            share = shares[entry, some, None]
+            loss += ((torch.xlogy(p, p) - p * log_index) * share).sum()
+            if not keep:
+                continue
+            grad = (log_index.exp() * p.sum(-1, keepdim=True) - p).mul_(share)
+            grads[2][entry, some] = (products @ grad[..., None])[..., 0]
+            grad = (factors[..., None] * grad[:, None]).mul_(products > 0)  # (R, J, W)
+            grads[0][entry, some] = grad @ read
+            if places is None:
+                grads[1][entry, :columns] += grad.flatten(0, 1).T @ index_q.flatten(0, 1)
+            else:
+                grads[1][entry].index_add_(0, places.clamp_min(0).flatten(), (grad.mT @ index_q).flatten(0, 1))
+    return loss, grads[0], grads[1], grads[2]
+
+
+def _mean_weights(q: Tensor, k: Tensor, is_read: Tensor) -> Tensor:
+    """Return the attention weights of queries (H, n, D) to keys (K, W, D), averaged over heads: (n, W)."""
+    wide = accumulator_dtype(q.dtype)
+    queries = (q.to(wide) * q.shape[-1] ** -0.5).unflatten(0, (len(k), -1)).flatten(1, 2)
+    scores = (queries @ k.to(wide).mT).view(len(q), *is_read.shape)
+    return scores.masked_fill_(~is_read, torch.finfo(wide).min).softmax(-1).mean(0).masked_fill_(~is_read, 0.0)
+
+
+@_indexer_loss.register_fake
+def _(q: Tensor, k: Tensor, weights: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide, keep = accumulator_dtype(q.dtype), arguments[-1]
+    grads = [torch.empty_like(x, dtype=wide) if keep else x.new_empty(0, dtype=wide) for x in (q, k, weights)]
+    return q.new_empty((), dtype=wide), grads[0], grads[1], grads[2]
+
+
+def _save_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.dtypes = [x.dtype for x in inputs[:3]]
+
+
+def _differentiate_loss(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    grads = (grad_loss * grad for grad in ctx.saved_tensors)
+    return *(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 8
+
+
+_indexer_loss.register_autograd(_differentiate_loss, setup_context=_save_loss)

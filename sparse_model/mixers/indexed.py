@@ -1,0 +1,214 @@
+"""Attention to the keys that a learned indexer chooses (DeepSeek-AI 2025, arXiv 2512.02556, section 2.1).
+
+Letters: B batch, H heads of queries, K heads of keys and values, N positions, D head width, J heads of the indexer of
+width I, T numbers of chosen blocks, L positions of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from longstride.kernels import ConfigError, attend_listed
+from longstride.kernels.indexed import choose_keys, indexed_attention, indexer_loss, positions_of
+from longstride.kernels.patterns import Pattern
+from longstride.sparse_model.mixers.attention import Attention, AttentionConfig, KeyValueHeads
+from longstride.sparse_model.mixers.cache import Rows
+from longstride.sparse_model.network import POSITIVE, NetworkConfig
+from longstride.sparse_model.part import PLAIN, BlockContext, MixerOutput, Part, Work, draw_linear
+from longstride.sparse_model.rotary import PreparedHeads, Rotary
+from longstride.sparse_model.strict import StrictModel
+
+
+class IndexedConfig(AttentionConfig, StrictModel):
+    """Attention to the keys with the highest scores of a learned indexer, and to the last ones."""
+
+    supports: ClassVar = frozenset({"convolution", "documents", "output_gate", "padding", "reversible"})
+
+    type: Literal["indexed"] = Field(description="attention to the keys that a learned indexer chooses")
+    keys: Annotated[int, POSITIVE] = Field(
+        description="keys that a query reads at most, the window counted; from context on it is dense attention"
+    )
+    block: Annotated[int, POSITIVE] = Field(
+        default=1, description="positions that are chosen together, by their highest score; divides keys"
+    )
+    window: Annotated[int, POSITIVE] = Field(
+        default=1, description="last positions, the query's own counted, that it reads always"
+    )
+    index_heads: Annotated[int, POSITIVE] = Field(default=4, description="heads of the indexer")
+    index_width: Annotated[int, POSITIVE] = Field(default=32, description="channels of each; even with rotary")
+    loss_weight: float = Field(default=1.0, ge=0, description="factor of the indexer's loss")
+    key_value_heads: KeyValueHeads = None
+
+    def check(self, network: NetworkConfig, context: int) -> None:
+        super().check(network, context)
+        if self.keys % self.block:
+            nearest = max(1, round(self.keys / self.block)) * self.block
+            raise ConfigError.at("keys", self.keys, f"must be a multiple of block={self.block}; nearest {nearest}")
+        blocks = 1 + -(-(self.window - 1) // self.block)
+        if blocks * self.block > self.keys:
+            rule = f"may lie in {blocks} blocks, of {blocks * self.block} positions; take keys of at least that many"
+            raise ConfigError.at("window", self.window, rule)
+        if network.rotary is not None and self.index_width % 2:
+            raise ConfigError.at("index_width", self.index_width, f"must be even; nearest {self.index_width + 1}")
+
+    def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
+        return ()
+
+    def make(self, network: NetworkConfig, rotary: Rotary | None) -> IndexedAttention:
+        return IndexedAttention(network, self, rotary)
+
+
+class Index(NamedTuple):
+    """What the indexer makes of rows."""
+
+    q: Tensor  # (B, N, J, I)
+    k: Tensor  # (B, N, I)
+    weights: Tensor  # (B, N, J)
+
+
+class Indexer(Part):
+    """Scores each key of a query by Σ_j w_j · ReLU(q_j · k), with one k a position (equation 1).
+
+    q and k are rotated by their positions if those of attention are. The weights are linear in the row, and scaled by
+    1/√(J · I). Rows are detached: the network learns nothing from the indexer's loss.
+    """
+
+    part = "indexer"
+
+    def __init__(self, network: NetworkConfig, config: IndexedConfig) -> None:
+        super().__init__()
+        self.network, self.heads, self.width = network, config.index_heads, config.index_width
+        widths = (self.heads * self.width, self.width, self.heads)
+        self.projection = nn.Linear(network.width, sum(widths), bias=False)
+        self.stacked_rows = {"projection": widths}
+        self.rotary = None
+        if network.rotary is not None:
+            self.rotary = Rotary(network.context, self.width, network.rotary.base)
+
+    def initialize(self) -> None:
+        draw_linear(self.projection, self.network)
+
+    def forward(self, h: Tensor, places: Tensor | slice) -> Index:
+        """Score rows (B, N, C) at these positions, a slice or (B, N)."""
+        rows: Tensor = self.projection(h.detach())
+        channels = rows.shape[-1] - self.heads
+        if self.rotary is not None:
+            table = self.rotary.table(rows.device)[places]
+            rows = PreparedHeads.apply(rows, channels, self.width, False, table)
+        q, k, weights = rows.split(self.stacked_rows["projection"], -1)
+        return Index(q.unflatten(-1, (self.heads, -1)), k, weights * (self.heads * self.width) ** -0.5)
+
+
+class IndexedAttention(Attention):
+    """Attention of all heads of a query to the blocks that its indexer scores highest, up to its own position.
+
+    The choice has no gradient. In training the loss is the Kullback-Leibler divergence of the indexer's softmax over
+    the keys that are read from the attention weights, averaged over heads; only the indexer has its gradient. The
+    backward pass, and a block that is recomputed, repeat the choice exactly: the same operations on the same rows.
+    """
+
+    def __init__(self, network: NetworkConfig, config: IndexedConfig, rotary: Rotary | None) -> None:
+        super().__init__(network, (), rotary, key_value_heads=config.key_value_heads)
+        self.config = config
+        self.indexer = Indexer(network, config)
+
+    def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
+        state: Any = context.state
+        first, places = context.first, context.places
+        if self.convolution is not None:
+            h = self.convolution(h, None if state is None else state.recent, first, places)
+        positions = slice(first, first + h.shape[1]) if places is None else places
+        q, k, v = self.heads_of(self.query_key_value(h), positions)
+        index = self.indexer(h, positions)
+        loss = None
+        if state is not None:
+            rows = state.extend(q, k, v, index, first)
+        else:
+            starts = None if places is None else torch.arange(h.shape[1], device=h.device) - places
+            rows, loss = self.attend_chosen(q, k, v, index, starts, context.real)
+        return MixerOutput(self._project(rows.transpose(1, 2).flatten(2), h), loss)
+
+    def attend_chosen(
+        self, q: Tensor, k: Tensor, v: Tensor, index: Index, starts: Tensor | None = None, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend over whole contexts: rows (B, H, N, Dv), and in training the loss of the indexer."""
+        numbers, block, backend = self.choose(index, starts), self.config.block, self.backend
+        if not self.training:
+            return indexed_attention(q, k, v, numbers, block=block, starts=starts, backend=backend), None
+        rows, weights = indexed_attention(
+            q, k, v, numbers, block=block, starts=starts, backend=backend, return_weights=True
+        )
+        loss = indexer_loss(*index, (q, k), numbers=numbers, block=block, target=weights, starts=starts, real=real)
+        return rows, loss.float() * self.config.loss_weight
+
+    def choose(self, index: Index, starts: Tensor | None = None, first: int = 0) -> Tensor:
+        """Return the blocks (B, n, T) that queries from position ``first`` on read."""
+        config = self.config
+        count = config.keys // config.block
+        return choose_keys(
+            *index, count=count, block=config.block, window=config.window, starts=starts, backend=self.backend,
+            first=first,
+        )  # fmt: skip
+
+    def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> Any:
+        keys, values = self.empty_rows(batch, length, device, dtype)
+        return IndexedCache(self, keys, values)
+
+    def num_pairs(self, positions: int) -> int:
+        """Count the pairs, which do not depend on the choice: a query with fewer keys before it reads all of them."""
+        block, count = self.config.block, self.config.keys // self.config.block
+        return self.heads * sum(
+            min(position // block, count - 1) * block + position % block + 1 for position in range(positions)
+        )
+
+    def visited_pairs(self, positions: int, like: Tensor) -> int:
+        return self.num_pairs(positions)
+
+    def work(self, positions: int, batch: int) -> Work:
+        indexer = self.indexer
+        scores = positions * (positions + 1) // 2 * indexer.heads * 2 * (indexer.width + 1)
+        linear = 2 * positions * indexer.projection.weight.numel()
+        return super().work(positions, batch) + Work(linear=linear, choosing=scores)
+
+    def reads(self, h: Tensor, head: int, context: BlockContext = PLAIN) -> Callable[[Tensor], Tensor]:
+        if self.convolution is not None:
+            h = self.convolution(h)
+        numbers, block = self.choose(self.indexer(h, slice(h.shape[1])))[0], self.config.block
+
+        def of_queries(queries: Tensor) -> Tensor:
+            places = positions_of(numbers[queries], block, queries)
+            mask = torch.zeros(len(queries), h.shape[1] + 1, dtype=torch.bool, device=h.device)
+            return mask.scatter_(1, places.where(places >= 0, h.shape[1]), True)[:, :-1]
+
+        return of_queries
+
+
+class IndexedCache(Rows):
+    """A cache of keys and values, and of the indexer's keys."""
+
+    def __init__(self, owner: IndexedAttention, keys: Tensor, values: Tensor) -> None:
+        super().__init__(keys, values)
+        self.owner = owner
+        self.index_keys = keys.new_empty(len(keys), keys.shape[2], owner.indexer.width)
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, index: Index, first: int) -> Tensor:
+        """Write n rows from position ``first`` on, (B, K, n, ·), and return their outputs, (B, H, n, Dv)."""
+        owner, last = self.owner, first + q.shape[2]
+        self.write(slice(first, last), k, v)
+        self.index_keys[:, first:last] = index.k
+        if not first:
+            return owner.attend_chosen(q, k, v, index)[0]
+        numbers = owner.choose(index._replace(k=self.index_keys[:, :last]), first=first)
+        query = torch.arange(first, last, device=q.device)
+        places = positions_of(numbers, owner.config.block, query)[:, None].expand(-1, q.shape[1], -1, -1)
+        steps = [attend_listed(q[:, :, n], self.keys, self.values, places[:, :, n]) for n in range(q.shape[2])]
+        return torch.stack(steps, 2)
+
+    def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
+        super().take(source, order, length, into)
+        self.index_keys[into, :length] = source.index_keys[order, :length]
