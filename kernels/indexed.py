@@ -8,6 +8,7 @@ A number is that of a block of L positions, counted from position 0; with L = 1 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,9 +60,10 @@ def choose_keys(
     numbers = q.new_full((len(q), rows, min(count, blocks)), -1, dtype=torch.int32)
     for entry, some, columns in tiles(len(q), rows, q.shape[2], first, q.device):
         scores = index_scores(q[entry, some], k[entry, :columns], weights[entry, some], first + some.start, backend)
-        query = torch.arange(first + some.start, columns, device=q.device)[:, None]
         position = torch.arange(columns, device=q.device)
-        scores.masked_fill_((position > query - window) & (position <= query), torch.inf)
+        near = slice(max(0, first + some.start - window + 1), columns)  # positions in some query's window
+        behind = torch.arange(first + some.start, columns, device=q.device)[:, None] - position[near]
+        scores[:, near].masked_fill_((behind >= 0) & (behind < window), torch.inf)
         if starts is not None:
             scores.masked_fill_(position < starts[entry, some, None], -torch.inf)
         if block > 1:
@@ -84,7 +86,9 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int, backend: str
     with torch.autocast(q.device.type, enabled=False):  # autocast would round to 16 bits
         scores = torch.mm(q.to(wide).flatten(0, 1), k.to(wide).T).relu_().view(*q.shape[:2], -1)
         scores = torch.bmm(weights.to(wide)[:, None], scores)[:, 0].float()
-    return scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(first + 1), -torch.inf)
+    last = scores[:, first:]  # positions of the queries
+    last.masked_fill_(torch.ones_like(last, dtype=torch.bool).triu_(1), -torch.inf)
+    return scores
 
 
 def highest(scores: Tensor, count: int) -> Tensor:
@@ -111,7 +115,10 @@ def tiles(
     for entry in range(batch):
         begin = 0
         while begin < rows:
-            size = max(1, min(rows - begin, most // (heads * (width or first + begin + 64))))
+            scores, before = most // heads, first + begin
+            # With all keys, a tile of n queries has n · (before + n) scores.
+            size = scores // width if width else (math.isqrt(before**2 + 4 * scores) - before) // 2
+            size = max(1, min(rows - begin, size))
             yield entry, slice(begin, begin + size), first + begin + size
             begin += size
 

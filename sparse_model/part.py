@@ -113,6 +113,7 @@ class Part(nn.Module):
     """A module of the network with parameters, buffers or collectives of its own."""
 
     part: str = ""  # the name under which its parameters are counted; "": that of the enclosing part
+    learns_apart: bool = False  # whether its parameters learn from an auxiliary loss alone, in training
     trained_as: str = ""  # the optimiser's role of its parameters; "": by their type, see ``parameter_roles``
     # Rows of the matrices that are stacked in a linear layer, by the name of the layer.
     stacked_rows: Mapping[str, tuple[int, ...]] = MappingProxyType({})

@@ -74,13 +74,21 @@ def _learn(model: SparseTransformer, tokens: Tensor, is_training: bool = True, *
     if output.auxiliary_loss is not None:
         loss = loss + output.auxiliary_loss * count
     loss.backward()
-    gradients = {}
+    gradients, apart = {}, set() if is_training else _apart(model)
     for name, parameter in model.named_parameters():
-        if parameter.grad is None:
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad
+        elif name not in apart:
             raise ConformanceError(f"{name} gets no gradient")
-        gradients[name] = parameter.grad
     auxiliary = None if output.auxiliary_loss is None else output.auxiliary_loss.detach()
     return Learned(output.rows.detach(), auxiliary, tuple(part.detach() for part in output.statistics), gradients)
+
+
+def _apart(model: SparseTransformer) -> set[str]:
+    """Return the names of parameters without a gradient in evaluation."""
+    parts = (part for part in model.modules() if getattr(part, "learns_apart", False))
+    apart = {parameter for part in parts for parameter in part.parameters()}
+    return {name for name, parameter in model.named_parameters() if parameter in apart}
 
 
 def _observe(model: SparseTransformer, statistics: tuple[Tensor, ...]) -> None:
@@ -161,7 +169,9 @@ def gradients(config: ModelConfig) -> None:
 
     value = loss()
     value.backward()
-    parameters, directions, derivatives = dict(model.named_parameters()), {}, {}
+    apart = _apart(model)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name not in apart}
+    directions, derivatives = {}, {}
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if gradient is None:

@@ -78,7 +78,7 @@ class Indexer(Part):
     1/√(J · I). Rows are detached: the network learns nothing from the indexer's loss.
     """
 
-    part = "indexer"
+    part, learns_apart = "indexer", True
 
     def __init__(self, network: NetworkConfig, config: IndexedConfig) -> None:
         super().__init__()
