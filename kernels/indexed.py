@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from longstride.kernels.attention import check_inputs, choose_backend, load, resolve_scale
 from longstride.kernels.backends import Saved, accumulator_dtype, empty_like_rows, reference, triton
 from longstride.kernels.selected import ADVICE, BACKENDS, selected_attention
-from longstride.kernels.selections import chosen_blocks
+from longstride.kernels.selections import chosen_blocks, listed_positions
 
 SCORES = {"cpu": 1 << 20}  # of all heads of an indexer or of attention at once, so that a CPU's cache holds them
 MOST_SCORES = 1 << 26  # on other devices
@@ -49,11 +49,12 @@ def choose_keys(
         count: the most blocks of a query.
         block: L.
         window: at least 1, the query's own position counted; at most the positions that ``count`` blocks surely have.
-        starts: (B, n) int64, the first position whose key each query may read; None: 0.
+        starts: (B, n) int64, the first position whose key each query may read, from which its blocks are counted.
         backend: as of attention; only triton computes scores otherwise.
 
     Returns:
-        (B, n, T) int32 in any order, T at most ``count``; -1 where a query has fewer blocks.
+        (B, n, T) int32 in any order, T at most ``count``; -1 where a query has fewer blocks. With ``starts`` these are
+        the positions of all their keys, T at most ``count`` · L.
     """
     rows, context = q.shape[1], k.shape[1]
     blocks = -(-context // block)
@@ -66,10 +67,17 @@ def choose_keys(
         scores[:, near].masked_fill_((behind >= 0) & (behind < window), torch.inf)
         if starts is not None:
             scores.masked_fill_(position < starts[entry, some, None], -torch.inf)
+        if block > 1 and starts is not None:  # position s of a document moves to place s
+            shifted = position + starts[entry, some, None]
+            scores = scores.gather(1, shifted.clamp_max(columns - 1)).masked_fill_(shifted >= columns, -torch.inf)
         if block > 1:
             scores = F.pad(scores, (0, -columns % block), value=-torch.inf).unflatten(1, (-1, block)).amax(-1)
         chosen = highest(scores, min(count, scores.shape[1]))
         numbers[entry, some, : chosen.shape[1]] = chosen
+    if block > 1 and starts is not None:
+        places = torch.arange(first, first + rows, device=q.device) - starts
+        positions = listed_positions(numbers, block, places)
+        numbers = (positions + starts[..., None]).where(positions >= 0, -1).int()
     return numbers
 
 
@@ -123,19 +131,6 @@ def tiles(
             begin += size
 
 
-def positions_of(numbers: Tensor, block: int, query: Tensor, starts: Tensor | None = None) -> Tensor:
-    """Return the positions of the keys in the blocks of queries, (…, T) to (…, T · L) int64; -1 for none.
-
-    ``query``, ``starts``: (…), each query's position and the first position that it may read.
-    """
-    keys = numbers.long()
-    if block > 1:
-        keys = (keys[..., None] * block + torch.arange(block, device=keys.device)).where(keys[..., None] >= 0, -1)
-        keys = keys.flatten(-2)
-        keys = keys.where(keys <= query[..., None], -1)
-    return keys if starts is None else keys.where(keys >= starts[..., None], -1)
-
-
 def indexed_attention(
     q: Tensor,
     k: Tensor,
@@ -143,7 +138,6 @@ def indexed_attention(
     numbers: Tensor,
     *,
     block: int = 1,
-    starts: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
     return_weights: bool = False,
@@ -156,7 +150,6 @@ def indexed_attention(
         v: (B, K, N, E).
         numbers: (B, N, T) int32, blocks that begin no later than the query, none twice; -1 for none.
         block: L.
-        starts: (B, N) int64, as ``choose_keys`` takes it.
         scale: factor of the scores. Default: 1/sqrt(D).
         backend: auto, triton, cpu or reference. A named backend that cannot run here raises.
         return_weights: also return the weights, averaged over heads, (B, N, T · L) fp32 (fp64 for fp64) without a
@@ -176,17 +169,17 @@ def indexed_attention(
     scale = resolve_scale(q, scale)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     own = torch.arange(q.shape[2], device=q.device)
-    if backend == "triton" and block > 1 and starts is None:
+    if backend == "triton" and block > 1:
         # Tiles of a block and the queries that choose it, as in mixture of block attention.
         others = numbers.where(numbers != own[:, None] // block, -1)[:, None].expand(-1, q.shape[1], -1, -1)
         selection = chosen_blocks(others, block)
         out, lse = selected_attention(q, k, v, selection, scale=scale, backend=backend, return_lse=True)
         if return_weights:
-            weights = triton.summed_weights(q, k, lse, positions_of(numbers, block, own).int(), scale)
+            weights = triton.summed_weights(q, k, lse, listed_positions(numbers, block, own).int(), scale)
     elif backend == "reference":
-        out, weights = reference.attend_indexed(q, k, v, positions_of(numbers, block, own, starts), scale)
+        out, weights = reference.attend_indexed(q, k, v, listed_positions(numbers, block, own), scale)
     else:
-        out, _, weights = _indexed_attention(q, k, v, numbers, starts, block, scale, return_weights, backend)
+        out, _, weights = _indexed_attention(q, k, v, numbers, block, scale, return_weights, backend)
     return (out, weights) if return_weights else out
 
 
@@ -197,7 +190,6 @@ def _indexed_attention(
     k: Tensor,
     v: Tensor,
     numbers: Tensor,
-    starts: Tensor | None,
     block: int,
     scale: float,
     return_weights: bool,
@@ -206,14 +198,14 @@ def _indexed_attention(
     """Return the output, the logsumexp (B, H, N) and the weights, which are empty unless wanted."""
     with torch.autocast(q.device.type, enabled=False):
         results: tuple[Tensor, Tensor, Tensor] = load(backend).indexed_forward(
-            q, k, v, numbers, starts, block, scale, return_weights
+            q, k, v, numbers, block, scale, return_weights
         )
         return results
 
 
 @_indexed_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, _: Any, block: int, __: float, return_weights: bool, *___: Any
+    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, block: int, _: float, return_weights: bool, __: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=accumulator_dtype(q.dtype))
     shape = (*numbers.shape[:2], numbers.shape[2] * block) if return_weights else (0,)
@@ -229,7 +221,6 @@ def _indexed_attention_backward(
     grad_out: Tensor,
     lse: Tensor,
     numbers: Tensor,
-    starts: Tensor | None,
     block: int,
     scale: float,
     backend: str,
@@ -237,7 +228,7 @@ def _indexed_attention_backward(
     """Return the gradients of q, k and v."""
     saved = Saved(q, k, v, out, grad_out, lse, None)
     with torch.autocast(q.device.type, enabled=False):
-        grads: tuple[Tensor, Tensor, Tensor] = load(backend).indexed_backward(saved, numbers, starts, block, scale)
+        grads: tuple[Tensor, Tensor, Tensor] = load(backend).indexed_backward(saved, numbers, block, scale)
         return grads
 
 
@@ -247,15 +238,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, numbers, starts, block, scale, _, backend = inputs
-    ctx.save_for_backward(q, k, v, output[0], output[1], numbers, starts)
+    q, k, v, numbers, block, scale, _, backend = inputs
+    ctx.save_for_backward(q, k, v, output[0], output[1], numbers)
     ctx.values = block, scale, backend
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, numbers, starts = ctx.saved_tensors
-    grads = _indexed_attention_backward(q, k, v, out, grad_out, lse, numbers, starts, *ctx.values)
-    return *grads, *[None] * 6
+    q, k, v, out, lse, numbers = ctx.saved_tensors
+    grads = _indexed_attention_backward(q, k, v, out, grad_out, lse, numbers, *ctx.values)
+    return *grads, *[None] * 5
 
 
 _indexed_attention.register_autograd(_differentiate, setup_context=_save)
@@ -280,7 +271,7 @@ def indexer_loss(
     Args:
         q, k, weights: as ``choose_keys`` takes them, of whole contexts.
         attention: queries (B, H, N, D) and keys (B, K, N, D) of the attention, from which p follows without ``target``.
-        numbers: (B, N, T) int32, the blocks that each query reads; None: all keys up to it.
+        numbers: (B, N, T) int32, the blocks that each query reads; None: all keys from ``starts`` up to it.
         block: L.
         target: p, (B, N, T · L), as ``indexed_attention`` returns it; given with ``numbers``.
         starts: (B, N) int64, as ``choose_keys`` takes it.
@@ -321,18 +312,17 @@ def _indexer_loss(
     with torch.autocast(q.device.type, enabled=False):
         for entry, some, columns in tiles(len(q), q.shape[1], heads, 0, q.device, width):
             query = torch.arange(some.start, columns, device=q.device)
-            start = None if starts is None else starts[entry, some]
             if numbers is None:
                 assert queries is not None and keys is not None
                 position = torch.arange(columns, device=q.device)
                 places, read = None, k[entry, :columns].to(wide)
                 is_read = position <= query[:, None]
-                if start is not None:
-                    is_read &= position >= start[:, None]
+                if starts is not None:
+                    is_read &= position >= starts[entry, some, None]
                 p = _mean_weights(queries[entry, :, some], keys[entry, :, :columns], is_read)
             else:
                 assert target is not None
-                places = positions_of(numbers[entry, some], block, query, start)
+                places = listed_positions(numbers[entry, some], block, query)
                 is_read, p = places >= 0, target[entry, some]
                 read = k[entry].index_select(0, places.clamp_min(0).flatten()).view(*places.shape, -1).to(wide)
             index_q, factors = q[entry, some].to(wide), weights[entry, some].to(wide)

@@ -4,7 +4,13 @@
 """
 
 from longstride.kernels.selections.base import Part, Selection, inverse_order, selection_mask
-from longstride.kernels.selections.content import chosen_blocks, hash_rounds, recent_matches, recent_members
+from longstride.kernels.selections.content import (
+    chosen_blocks,
+    hash_rounds,
+    listed_positions,
+    recent_matches,
+    recent_members,
+)
 from longstride.kernels.selections.documents import within_documents
 from longstride.kernels.selections.queries import pattern_parts, queries_behind
 from longstride.kernels.selections.sections import SectionReads, rows_sent, section_reads
@@ -16,6 +22,7 @@ __all__ = [
     "chosen_blocks",
     "hash_rounds",
     "inverse_order",
+    "listed_positions",
     "pattern_parts",
     "queries_behind",
     "recent_matches",

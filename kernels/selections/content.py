@@ -39,6 +39,24 @@ def chosen_blocks(numbers: Tensor, block: int, places: Tensor | None = None) -> 
     return Selection(tuple(parts), block)
 
 
+def listed_positions(numbers: Tensor, block: int, query: Tensor) -> Tensor:
+    """Return the positions of the keys in the blocks that queries list, up to each query itself.
+
+    Args:
+        numbers: (…, T) integers, of blocks counted from position 0; -1 for none.
+        block: L positions.
+        query: (…), the position of each query.
+
+    Returns:
+        (…, T · L) int64; -1 for none.
+    """
+    keys = numbers.long()
+    if block > 1:
+        keys = (keys[..., None] * block + torch.arange(block, device=keys.device)).where(keys[..., None] >= 0, -1)
+        keys = keys.flatten(-2)
+    return keys.where(keys <= query[..., None], -1)
+
+
 def recent_members(
     queries: Tensor,
     keys: Tensor | None = None,

@@ -13,9 +13,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from longstride.kernels import ConfigError, attend_listed
-from longstride.kernels.indexed import choose_keys, indexed_attention, indexer_loss, positions_of
-from longstride.kernels.patterns import Pattern
+from longstride.kernels import ConfigError, attend_listed, selected_attention, sparse_attention
+from longstride.kernels.indexed import choose_keys, indexed_attention, indexer_loss
+from longstride.kernels.patterns import Dense, Pattern
+from longstride.kernels.selections import listed_positions, within_documents
 from longstride.sparse_model.mixers.attention import Attention, AttentionConfig, KeyValueHeads
 from longstride.sparse_model.mixers.cache import Rows
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
@@ -137,17 +138,25 @@ class IndexedAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, index: Index, starts: Tensor | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Attend over whole contexts: rows (B, H, N, Dv), and in training the loss of the indexer."""
-        numbers, block, backend = self.choose(index, starts), self.config.block, self.backend
-        if not self.training:
-            return indexed_attention(q, k, v, numbers, block=block, starts=starts, backend=backend), None
-        rows, weights = indexed_attention(
-            q, k, v, numbers, block=block, starts=starts, backend=backend, return_weights=True
-        )
-        loss = indexer_loss(*index, (q, k), numbers=numbers, block=block, target=weights, starts=starts, real=real)
-        return rows, loss.float() * self.config.loss_weight
+        loss, backend = None, self.backend
+        if q.shape[2] <= self.config.keys:
+            patterns = (Dense(),) * self.heads
+            if starts is None:
+                rows = sparse_attention(q, k, v, patterns, backend=backend)
+            else:
+                rows = selected_attention(q, k, v, within_documents(patterns, starts), backend=backend)
+            if self.training:
+                loss = indexer_loss(*index, (q, k), starts=starts, real=real)
+        else:
+            numbers, block = self.choose(index, starts), self.config.block if starts is None else 1
+            rows = indexed_attention(q, k, v, numbers, block=block, backend=backend, return_weights=self.training)
+            if self.training:
+                rows, weights = rows
+                loss = indexer_loss(*index, (q, k), numbers=numbers, block=block, target=weights, real=real)
+        return rows, None if loss is None else loss.float() * self.config.loss_weight
 
     def choose(self, index: Index, starts: Tensor | None = None, first: int = 0) -> Tensor:
-        """Return the blocks (B, n, T) that queries from position ``first`` on read."""
+        """Return the blocks (B, n, T) that queries from position ``first`` on read, as ``choose_keys`` does."""
         config = self.config
         count = config.keys // config.block
         return choose_keys(
@@ -181,7 +190,7 @@ class IndexedAttention(Attention):
         numbers, block = self.choose(self.indexer(h, slice(h.shape[1])))[0], self.config.block
 
         def of_queries(queries: Tensor) -> Tensor:
-            places = positions_of(numbers[queries], block, queries)
+            places = listed_positions(numbers[queries], block, queries)
             mask = torch.zeros(len(queries), h.shape[1] + 1, dtype=torch.bool, device=h.device)
             return mask.scatter_(1, places.where(places >= 0, h.shape[1]), True)[:, :-1]
 
@@ -205,7 +214,7 @@ class IndexedCache(Rows):
             return owner.attend_chosen(q, k, v, index)[0]
         numbers = owner.choose(index._replace(k=self.index_keys[:, :last]), first=first)
         query = torch.arange(first, last, device=q.device)
-        places = positions_of(numbers, owner.config.block, query)[:, None].expand(-1, q.shape[1], -1, -1)
+        places = listed_positions(numbers, owner.config.block, query)[:, None].expand(-1, q.shape[1], -1, -1)
         steps = [attend_listed(q[:, :, n], self.keys, self.values, places[:, :, n]) for n in range(q.shape[2])]
         return torch.stack(steps, 2)
 

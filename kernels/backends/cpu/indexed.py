@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from longstride.kernels.backends import Saved, empty_like_rows
 from longstride.kernels.backends.cpu.slabs import Numbers, num_at_once
+from longstride.kernels.selections import listed_positions
 
 NARROW = 8  # keys; smaller blocks are read key by key
 ROWS = 64  # R
@@ -29,7 +30,7 @@ TILE = 1 << 19  # values of keys that a tile gathers, or scores that it computes
 
 
 def indexed_forward(
-    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, starts: Tensor | None, block: int, scale: float, weigh: bool
+    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, block: int, scale: float, weigh: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, logsumexp and, if asked to, mean weights, as ``kernels.indexed`` describes them."""
     arithmetic = Numbers.of(q.dtype)
@@ -37,7 +38,7 @@ def indexed_forward(
     lse = q.new_empty(q.shape[:3], dtype=arithmetic.wide)
     mean = lse.new_zeros(*numbers.shape[:2], numbers.shape[2] * block if weigh else 0)
     group = q.shape[1] // k.shape[1]
-    for entry, piece in pieces(numbers, starts, block, k.shape[3]):
+    for entry, piece in pieces(numbers, block, k.shape[3]):
         rows = slice(piece.first, piece.first + len(piece.numbers))
         for head in range(q.shape[1]):
             queries, keys, values = (
@@ -52,9 +53,7 @@ def indexed_forward(
     return out, lse, mean.div_(q.shape[1]) if weigh else mean.flatten()
 
 
-def indexed_backward(
-    saved: Saved, numbers: Tensor, starts: Tensor | None, block: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def indexed_backward(saved: Saved, numbers: Tensor, block: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     q, k, v, out, grad_out, lse, _ = saved
     arithmetic = Numbers.of(q.dtype)
@@ -62,7 +61,7 @@ def indexed_backward(
     grad_q = empty_like_rows(q)
     grad_k, grad_v = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
     group = q.shape[1] // k.shape[1]
-    for entry, piece in pieces(numbers, starts, block, k.shape[3]):
+    for entry, piece in pieces(numbers, block, k.shape[3]):
         rows = slice(piece.first, piece.first + len(piece.numbers))
         for head in range(q.shape[1]):
             grads = grad_out[entry, head, rows]
@@ -79,29 +78,22 @@ def indexed_backward(
     return grad_q, empty_like_rows(k).copy_(grad_k), empty_like_rows(v).copy_(grad_v)
 
 
-def pieces(numbers: Tensor, starts: Tensor | None, block: int, width: int) -> Iterator[tuple[int, _Blocks | _Tile]]:
+def pieces(numbers: Tensor, block: int, width: int) -> Iterator[tuple[int, _Blocks | _Tile]]:
     """Yield the queries of each context in pieces that take bounded memory, with the context's number."""
     context, count = numbers.shape[1:]
+    gathers = context > GATHERED * count * block
     if block >= NARROW:
         size = MOST_LISTED // (count * block)
-    elif context > GATHERED * count * block:
-        size = TILE // (count * block * width)
     else:
-        size = TILE // context
+        size = TILE // (count * block * width if gathers else context)
     for entry in range(len(numbers)):
         for first in range(0, context, max(1, size)):
-            some = slice(first, first + max(1, size))
-            listed = numbers[entry, some].long()
-            query = torch.arange(first, first + len(listed))[:, None, None]
-            keys = listed[..., None] * block + torch.arange(block)
-            is_read = (listed[..., None] >= 0) & (keys <= query)
-            if starts is not None:
-                is_read &= keys >= starts[entry, some, None, None]
+            listed = numbers[entry, first : first + max(1, size)].long()
             if block >= NARROW:
-                yield entry, _Blocks.of(first, listed, is_read, context)
+                yield entry, _Blocks.of(first, listed, block, context)
             else:
-                keys = keys.flatten(1).where(is_read.flatten(1), -1)
-                yield entry, _Tile.of(first, keys, gathers=context > GATHERED * count * block)
+                query = torch.arange(first, first + len(listed))
+                yield entry, _Tile.of(first, listed_positions(listed, block, query), gathers=gathers)
 
 
 class _Blocks(NamedTuple):
@@ -109,7 +101,8 @@ class _Blocks(NamedTuple):
 
     first: int  # position of the first query
     numbers: Tensor  # (n, T)
-    bias: Tensor  # (n · T + 1, L): 0 where a query reads a key of the block that it lists, else -inf; the last: padding
+    bias: Tensor  # (L + 1, L) of scores, by how many keys of a block are read: 0 for these, -inf for others
+    num_read: Tensor  # (n · T + 1,) how many keys of the block a pair reads; the last: 0, of padding
     query: Tensor  # (G · R,) of each row
     pair: Tensor  # (G · R,) query times T, plus place in its list; n · T for padding
     block: Tensor  # (G,)
@@ -117,11 +110,12 @@ class _Blocks(NamedTuple):
     padding: int  # positions after the last one, to the end of its block
 
     @classmethod
-    def of(cls, first: int, numbers: Tensor, is_read: Tensor, context: int) -> _Blocks:
-        """Group pairs of a query and a block, ``is_read`` (n, T, L)."""
-        size = is_read.shape[2]
-        bias = torch.full((numbers.numel() + 1, size), -math.inf)
-        bias[:-1].masked_fill_(is_read.flatten(0, 1), 0.0)
+    def of(cls, first: int, numbers: Tensor, size: int, context: int) -> _Blocks:
+        """Group the pairs of a query and a block of L = ``size`` keys."""
+        bias = torch.zeros(size + 1, size).masked_fill_(torch.ones(size + 1, size).triu_().bool(), -math.inf)
+        num_read = numbers.new_zeros(numbers.numel() + 1)
+        up_to = torch.arange(first + 1, first + len(numbers) + 1)[:, None] - numbers * size
+        num_read[:-1] = up_to.clamp_max_(size).masked_fill_(numbers < 0, 0).flatten()
         listed, pair = numbers.flatten().sort(stable=True)
         first_listed = int((listed < 0).sum())
         block, counts = torch.unique_consecutive(listed[first_listed:], return_counts=True)
@@ -134,7 +128,9 @@ class _Blocks(NamedTuple):
         query = (pair // numbers.shape[1]).clamp_max_(len(numbers) - 1)
         row = torch.full((numbers.numel() + 1,), len(pair))
         row[pair] = torch.arange(len(pair))
-        return cls(first, numbers, bias, query, pair, block.repeat_interleave(groups), row[:-1], -context % size)
+        return cls(
+            first, numbers, bias, num_read, query, pair, block.repeat_interleave(groups), row[:-1], -context % size
+        )
 
     def forward(
         self, arithmetic: Numbers, q: Tensor, k: Tensor, v: Tensor, scale: float, weigh: bool
@@ -148,7 +144,8 @@ class _Blocks(NamedTuple):
             products = torch.bmm(queries, keys.index_select(0, self.block[groups]).mT)
             in_groups[rows] = products.view(-1, keys.shape[1])
         in_groups *= scale / arithmetic.nats
-        scores = in_groups.index_select(0, self.row).add_(self.bias[:-1]).view(len(q), -1)
+        scores = in_groups.index_select(0, self.row)
+        scores = scores.add_(self.bias.index_select(0, self.num_read[:-1])).view(len(q), -1)
         peak = scores.amax(-1, keepdim=True)
         peak.masked_fill_(peak == -math.inf, 0.0)
         powers = arithmetic.power_(scores.sub_(peak))
@@ -204,9 +201,9 @@ class _Blocks(NamedTuple):
         return F.pad(x, (0, 0, 0, self.padding)).view(-1, self.bias.shape[1], x.shape[1])
 
     def _weights(self, arithmetic: Numbers, scores: Tensor, rows: slice, shift: Tensor) -> Tensor:
-        """Return the weights of rows by their scores in exponents (·, L)."""
-        biased = scores + self.bias.index_select(0, self.pair[rows])
-        return arithmetic.power_(biased.sub_(shift.index_select(0, self.query[rows])[:, None]))
+        """Turn the scores (·, L) of rows, in exponents, into weights."""
+        bias = self.bias.index_select(0, self.num_read.index_select(0, self.pair[rows]))
+        return arithmetic.power_(scores.add_(bias).sub_(shift.index_select(0, self.query[rows])[:, None]))
 
 
 class _Tile(NamedTuple):
