@@ -307,6 +307,8 @@ def _indexer_loss(
     wide = accumulator_dtype(q.dtype)
     grads = [torch.zeros_like(x, dtype=wide) if keep else x.new_empty(0, dtype=wide) for x in (q, k, weights)]
     loss = q.new_zeros((), dtype=wide)
+    in_blocks = F.pad(k, (0, 0, 0, -k.shape[1] % block)).unflatten(1, (-1, block)).flatten(2)  # (B, C, L · I)
+    grad_blocks = torch.zeros_like(in_blocks, dtype=wide)
     heads = q.shape[2] if queries is None else max(q.shape[2], queries.shape[1])
     width = None if numbers is None else numbers.shape[2] * block * q.shape[3] // q.shape[2]
     with torch.autocast(q.device.type, enabled=False):
@@ -315,7 +317,7 @@ def _indexer_loss(
             if numbers is None:
                 assert queries is not None and keys is not None
                 position = torch.arange(columns, device=q.device)
-                places, read = None, k[entry, :columns].to(wide)
+                read = k[entry, :columns].to(wide)
                 is_read = position <= query[:, None]
                 if starts is not None:
                     is_read &= position >= starts[entry, some, None]
@@ -324,7 +326,8 @@ def _indexer_loss(
                 assert target is not None
                 places = listed_positions(numbers[entry, some], block, query)
                 is_read, p = places >= 0, target[entry, some]
-                read = k[entry].index_select(0, places.clamp_min(0).flatten()).view(*places.shape, -1).to(wide)
+                listed = numbers[entry, some].clamp_min(0).flatten().long()
+                read = in_blocks[entry].index_select(0, listed).view(*places.shape, -1).to(wide)
             index_q, factors = q[entry, some].to(wide), weights[entry, some].to(wide)
             products = (index_q @ read.mT).relu_()  # (R, J, W)
             scores = (factors[:, None] @ products)[:, 0].masked_fill_(~is_read, torch.finfo(wide).min)
@@ -337,10 +340,13 @@ def _indexer_loss(
             grads[2][entry, some] = (products @ grad[..., None])[..., 0]
             grad = (factors[..., None] * grad[:, None]).mul_(products > 0)  # (R, J, W)
             grads[0][entry, some] = grad @ read
-            if places is None:
-                grads[1][entry, :columns] += grad.flatten(0, 1).T @ index_q.flatten(0, 1)
+            if numbers is None:
+                grad_blocks[entry].view(-1, k.shape[2])[:columns] += grad.flatten(0, 1).T @ index_q.flatten(0, 1)
             else:
-                grads[1][entry].index_add_(0, places.clamp_min(0).flatten(), (grad.mT @ index_q).flatten(0, 1))
+                of_keys = (grad.mT @ index_q).view(len(listed), -1)
+                grad_blocks[entry].index_add_(0, listed, of_keys)
+    if keep:
+        grads[1] = grad_blocks.view(len(k), -1, k.shape[2])[:, : k.shape[1]].contiguous()
     return loss, grads[0], grads[1], grads[2]
 
 

@@ -101,21 +101,19 @@ class _Blocks(NamedTuple):
 
     first: int  # position of the first query
     numbers: Tensor  # (n, T)
-    bias: Tensor  # (L + 1, L) of scores, by how many keys of a block are read: 0 for these, -inf for others
-    num_read: Tensor  # (n · T + 1,) how many keys of the block a pair reads; the last: 0, of padding
+    size: int  # L
     query: Tensor  # (G · R,) of each row
-    pair: Tensor  # (G · R,) query times T, plus place in its list; n · T for padding
     block: Tensor  # (G,)
-    row: Tensor  # (n · T,) of each pair; G · R for none
+    row: Tensor  # (n · T,) of each pair of a query and a number; G · R for none
+    partial: Tensor  # (P,) rows that read fewer keys than L, ascending: those in their own block, and padding
+    bias: Tensor  # (P, L) of their scores: 0 or -inf
     padding: int  # positions after the last one, to the end of its block
 
     @classmethod
     def of(cls, first: int, numbers: Tensor, size: int, context: int) -> _Blocks:
         """Group the pairs of a query and a block of L = ``size`` keys."""
-        bias = torch.zeros(size + 1, size).masked_fill_(torch.ones(size + 1, size).triu_().bool(), -math.inf)
-        num_read = numbers.new_zeros(numbers.numel() + 1)
         up_to = torch.arange(first + 1, first + len(numbers) + 1)[:, None] - numbers * size
-        num_read[:-1] = up_to.clamp_max_(size).masked_fill_(numbers < 0, 0).flatten()
+        num_read = F.pad(up_to.clamp_max_(size).flatten(), (0, 1))  # the last is padding
         listed, pair = numbers.flatten().sort(stable=True)
         first_listed = int((listed < 0).sum())
         block, counts = torch.unique_consecutive(listed[first_listed:], return_counts=True)
@@ -125,39 +123,43 @@ class _Blocks(NamedTuple):
         place = number[:, None] * ROWS + torch.arange(ROWS)  # among the queries that list the block
         is_pair = place < counts.repeat_interleave(groups)[:, None]
         pair = pair[(begin[:, None] + place).where(is_pair, 0)].where(is_pair, numbers.numel()).flatten()
-        query = (pair // numbers.shape[1]).clamp_max_(len(numbers) - 1)
         row = torch.full((numbers.numel() + 1,), len(pair))
         row[pair] = torch.arange(len(pair))
-        return cls(
-            first, numbers, bias, num_read, query, pair, block.repeat_interleave(groups), row[:-1], -context % size
-        )
+        query = (pair // numbers.shape[1]).clamp_max_(len(numbers) - 1)
+        partial = (num_read[pair] < size).nonzero().squeeze(1)
+        is_read = torch.arange(size) < num_read[pair[partial], None]
+        bias = torch.zeros(is_read.shape).masked_fill_(~is_read, -math.inf)
+        blocks = block.repeat_interleave(groups)
+        return cls(first, numbers, size, query, blocks, row[:-1], partial, bias, -context % size)
 
     def forward(
         self, arithmetic: Numbers, q: Tensor, k: Tensor, v: Tensor, scale: float, weigh: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attend from queries (n, D) to keys (N, D): output (n, E), logsumexp in exponents (n,), weights (n, T · L)."""
         keys, values = (self._in_blocks(x) for x in (k, v))
-        in_groups = torch.empty(len(self.pair) + 1, keys.shape[1], dtype=arithmetic.wide)
-        in_groups[-1] = 0.0
-        for groups, rows in self._slabs():
-            queries = q.index_select(0, self.query[rows]).view(-1, ROWS, q.shape[1])
-            products = torch.bmm(queries, keys.index_select(0, self.block[groups]).mT)
-            in_groups[rows] = products.view(-1, keys.shape[1])
-        in_groups *= scale / arithmetic.nats
-        scores = in_groups.index_select(0, self.row)
-        scores = scores.add_(self.bias.index_select(0, self.num_read[:-1])).view(len(q), -1)
-        peak = scores.amax(-1, keepdim=True)
-        peak.masked_fill_(peak == -math.inf, 0.0)
-        powers = arithmetic.power_(scores.sub_(peak))
-        total = powers.sum(-1, keepdim=True)
-        lse = peak + arithmetic.log(total)
-        shift = lse.masked_fill(total == 0, math.inf)[:, 0]
-        out = torch.zeros(len(q), v.shape[1], dtype=arithmetic.wide)
-        for groups, rows in self._slabs():
-            weights = self._weights(arithmetic, in_groups[rows], rows, shift).view(-1, ROWS, keys.shape[1])
-            products = torch.bmm(weights.to(v.dtype), values.index_select(0, self.block[groups]))
-            out.index_add_(0, self.query[rows], products.view(-1, v.shape[1]).to(out.dtype))
-        return out, lse[:, 0], powers.div_(total.masked_fill(total == 0, 1.0)) if weigh else None
+        total = q.new_zeros(len(self.query) + 1, dtype=arithmetic.wide)  # one more, of pairs that are no rows
+        peak, products = torch.zeros_like(total), total.new_empty(len(self.query), v.shape[1])
+        powers = total.new_zeros(len(total), self.size) if weigh else None
+        for groups, rows, scores in self._scores(arithmetic, q, keys, scale):
+            peaks = scores.amax(-1, keepdim=True)
+            peaks.masked_fill_(peaks == -math.inf, 0.0)
+            arithmetic.power_(scores.sub_(peaks))
+            peak[rows], total[rows] = peaks.flatten(), scores.sum(-1).flatten()
+            if powers is not None:
+                powers[rows] = scores.flatten(0, 1)
+            of_values = torch.bmm(scores.to(v.dtype), values.index_select(0, self.block[groups]))
+            products[rows] = of_values.flatten(0, 1)
+        by_pair = (peak + arithmetic.log(total)).index_select(0, self.row).view(len(q), -1)
+        lse = by_pair.logsumexp(-1) if arithmetic.nats == 1 else torch.logsumexp(by_pair * arithmetic.nats, -1)
+        lse = lse / arithmetic.nats
+        shares = arithmetic.power_(peak[:-1] - lse.masked_fill(lse == -math.inf, math.inf).index_select(0, self.query))
+        shares.masked_fill_(total[:-1] == 0, 0.0)
+        out = products.new_zeros(len(q), v.shape[1])
+        out.index_add_(0, self.query, products.mul_(shares[:, None]))
+        if powers is None:
+            return out, lse, None
+        powers[:-1] *= shares[:, None]
+        return out, lse, powers.index_select(0, self.row).view(len(q), -1)
 
     def backward(
         self,
@@ -171,39 +173,42 @@ class _Blocks(NamedTuple):
         """Return the gradient of q, (n, D), and add those of k and v, (N, ·)."""
         q, k, v, grad_out = inputs
         keys, values = (self._in_blocks(x) for x in (k, v))
-        size = keys.shape[1]
         grad_q = torch.zeros(q.shape, dtype=arithmetic.wide)
         grad_k, grad_v = (torch.zeros(x.shape, dtype=arithmetic.wide) for x in (keys, values))
-        for groups, rows in self._slabs():
+        for groups, rows, scores in self._scores(arithmetic, q, keys, scale):
             query, block = self.query[rows], self.block[groups]
             queries, grads = (x.index_select(0, query).view(-1, ROWS, x.shape[1]) for x in (q, grad_out))
-            keys_read, values_read = (x.index_select(0, block) for x in (keys, values))
-            scores = torch.bmm(queries, keys_read.mT).to(arithmetic.wide).mul_(scale / arithmetic.nats)
-            weights = self._weights(arithmetic, scores.view(-1, size), rows, shift).view_as(scores)
+            weights = arithmetic.power_(scores.sub_(shift.index_select(0, query).view(-1, ROWS, 1)))
             grad_v.index_add_(0, block, torch.bmm(weights.to(q.dtype).mT, grads).to(arithmetic.wide))
-            grad = torch.bmm(grads, values_read.mT).to(arithmetic.wide)
+            grad = torch.bmm(grads, values.index_select(0, block).mT).to(arithmetic.wide)
             grad.sub_(delta.index_select(0, query).view(-1, ROWS, 1)).mul_(weights).mul_(scale)
             grad_scores = grad.to(q.dtype)
-            grad_q.index_add_(0, query, torch.bmm(grad_scores, keys_read).view(-1, q.shape[1]).to(arithmetic.wide))
+            of_keys = torch.bmm(grad_scores, keys.index_select(0, block)).view(-1, q.shape[1])
+            grad_q.index_add_(0, query, of_keys.to(arithmetic.wide))
             grad_k.index_add_(0, block, torch.bmm(grad_scores.mT, queries).to(arithmetic.wide))
         for total, grads in zip(into, (grad_k, grad_v), strict=True):
             total += grads.flatten(0, 1)[: len(total)]
         return grad_q
 
-    def _slabs(self) -> Iterator[tuple[slice, slice]]:
-        """Yield slices of groups, and of their rows."""
-        size = num_at_once(ROWS * self.bias.shape[1])
-        for first in range(0, len(self.block), size):
-            last = min(first + size, len(self.block))
-            yield slice(first, last), slice(first * ROWS, last * ROWS)
+    def _scores(
+        self, arithmetic: Numbers, q: Tensor, keys: Tensor, scale: float
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield slices of groups, of their rows, and the scores of these in exponents, (·, R, L)."""
+        at_once = num_at_once(ROWS * self.size)
+        edges = torch.searchsorted(self.partial, torch.arange(0, len(self.block) + at_once, at_once) * ROWS).tolist()
+        for number, first in enumerate(range(0, len(self.block), at_once)):
+            last = min(first + at_once, len(self.block))
+            groups, rows = slice(first, last), slice(first * ROWS, last * ROWS)
+            queries = q.index_select(0, self.query[rows]).view(-1, ROWS, q.shape[1])
+            scores = torch.bmm(queries, keys.index_select(0, self.block[groups]).mT).to(arithmetic.wide)
+            scores.mul_(scale / arithmetic.nats)
+            partial = slice(edges[number], edges[number + 1])
+            bias = self.bias[partial].to(arithmetic.wide)
+            scores.view(-1, self.size).index_add_(0, self.partial[partial] - rows.start, bias)
+            yield groups, rows, scores
 
     def _in_blocks(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, 0, self.padding)).view(-1, self.bias.shape[1], x.shape[1])
-
-    def _weights(self, arithmetic: Numbers, scores: Tensor, rows: slice, shift: Tensor) -> Tensor:
-        """Turn the scores (·, L) of rows, in exponents, into weights."""
-        bias = self.bias.index_select(0, self.num_read.index_select(0, self.pair[rows]))
-        return arithmetic.power_(scores.add_(bias).sub_(shift.index_select(0, self.query[rows])[:, None]))
+        return F.pad(x, (0, 0, 0, self.padding)).view(-1, self.size, x.shape[1])
 
 
 class _Tile(NamedTuple):
