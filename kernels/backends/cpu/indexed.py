@@ -25,7 +25,7 @@ from longstride.kernels.selections import listed_positions
 NARROW = 8  # keys; smaller blocks are read key by key
 ROWS = 64  # R
 MOST_LISTED = 1 << 24  # keys of the queries of a piece
-GATHERED = 48  # keys that are multiplied and masked in the time that gathering one takes
+GATHERED = 64  # keys that are multiplied and masked in the time that gathering one takes
 TILE = 1 << 19  # values of keys that a tile gathers, or scores that it computes
 
 
