@@ -1,0 +1,65 @@
+"""Compile the kernels of attention to listed keys for GPUs that need not be present; print resources as JSON lines.
+
+Run as a program, in a process without TRITON_INTERPRET: ``python compile_indexed.py sm_90:dq:bfloat16:128:16 …``. The
+numbers are the width of q, k and v, and the heads of a group.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+
+from benchmarks.attention.compiled import CARDS, read
+from longstride.kernels.backends.triton import indexed
+from tests.harness.compile_triton import TYPES, amdgcn_usage, target_of
+
+NARROW = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}  # in the dtype of rows; other numbers are fp32
+INTEGERS = {"numbers": "*i32", "readers": "*i32", "starts": "*i64", "ends": "*i64", "owners": "*i64"}
+
+
+def compiled_kernel(case: str) -> dict[str, Any]:
+    """Compile ``architecture:kernel:dtype:width:group`` and return its resources."""
+    architecture, name, dtype, *sizes = case.split(":")
+    width, group = map(int, sizes)
+    kernel, is_nvidia = getattr(indexed, f"{name}_kernel"), architecture.startswith("sm_")
+    if name == "scores":
+        tiles = indexed.score_tiles(width, getattr(torch, dtype), is_nvidia)
+    else:
+        tiles = indexed.tiles_for(group, width, getattr(torch, dtype), is_nvidia)
+    values: dict[str, Any] = dict.fromkeys(("WIDTH", "W", "VALUE_WIDTH", "WV"), width) | tiles
+    values |= {"SCALE": width**-0.5, "GROUP": group, "PIECE": indexed.PIECE, "GRAD_LSE": True}
+    values |= {"ROUND_BF16": False, "ACCUMULATOR": tl.float32}
+    constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
+    signature, attributes = {}, {}
+    for number, parameter in enumerate(kernel.params):
+        kind = "constexpr" if parameter.name in constants else _type(parameter.name, TYPES[dtype])
+        signature[parameter.name] = kind
+        if kind.startswith("*") or parameter.name.startswith("stride"):
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    options = {name: tiles[name] for name in ("num_warps", "num_stages")}
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes), target=target_of(architecture), options=options
+    )
+    usage = {"case": case, "shared": compiled.metadata.shared}
+    if "amdgcn" in compiled.asm:
+        return usage | amdgcn_usage(compiled.asm["amdgcn"])
+    code = read(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps)
+    usage |= {"registers": code.registers, "spilled_bytes": code.stack_bytes}
+    return usage | {"programs": code.programs(architecture) if architecture in CARDS else None}
+
+
+def _type(parameter: str, dtype: str) -> str:
+    if parameter.startswith(("stride", "num_")):
+        return "i32"
+    return INTEGERS.get(parameter) or "*" + (dtype if parameter in NARROW else "fp32")
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:]:
+        print(json.dumps(compiled_kernel(case)), flush=True)
