@@ -88,8 +88,7 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int, backend: str
     """
     q, k, weights = q.detach(), k.detach(), weights.detach()
     if choose_backend(backend, BACKENDS, (q, q, q), ADVICE) == "triton":
-        scores: Tensor = triton.index_scores(q[None], k[None], weights[None], first)[0]
-        return scores
+        return triton.index_scores(q[None], k[None], weights[None], first)[0].float()
     wide = accumulator_dtype(q.dtype)
     with torch.autocast(q.device.type, enabled=False):  # autocast would round to 16 bits
         scores = torch.mm(q.to(wide).flatten(0, 1), k.to(wide).T).relu_().view(*q.shape[:2], -1)
@@ -175,7 +174,7 @@ def indexed_attention(
         selection = chosen_blocks(others, block)
         out, lse = selected_attention(q, k, v, selection, scale=scale, backend=backend, return_lse=True)
         if return_weights:
-            weights = triton.summed_weights(q, k, lse, listed_positions(numbers, block, own).int(), scale)
+            weights = triton.summed_weights(q, k, lse, numbers, block, scale)
     elif backend == "reference":
         out, weights = reference.attend_indexed(q, k, v, listed_positions(numbers, block, own), scale)
     else:

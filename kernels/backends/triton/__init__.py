@@ -19,7 +19,7 @@ from torch import Tensor
 from longstride.kernels.backends import Saved
 from longstride.kernels.cache import BoundedCache
 from longstride.kernels.patterns import Pattern
-from longstride.kernels.selections import Selection
+from longstride.kernels.selections import Selection, listed_positions
 
 if TYPE_CHECKING:  # it imports triton
     from longstride.kernels.backends.triton.launch_plan import LaunchPlan
@@ -119,6 +119,43 @@ def selected_backward(saved: Saved, selection: Selection, scale: float) -> tuple
 
     dq, dk, dv = plan_backward(SelectedPlanner(saved, selection), scale).run(saved)
     return dq, dk, dv
+
+
+def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int) -> Tensor:
+    """Return an indexer's scores, see ``kernels.indexed.index_scores``; with a batch in front."""
+    from longstride.kernels.backends.triton import indexed
+
+    return indexed.index_scores(q, k, weights, first)
+
+
+def indexed_forward(
+    q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, block: int, scale: float, weigh: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, logsumexp and, if asked to, mean weights, as ``kernels.indexed`` describes them."""
+    from longstride.kernels.backends.triton import indexed
+
+    positions = _listed(numbers, block)
+    out, lse = indexed.indexed_forward(q, k, v, positions, scale)
+    weights = indexed.summed_weights(q, k, lse, positions, scale) if weigh else lse.new_empty(0)
+    return out, lse, weights
+
+
+def summed_weights(q: Tensor, k: Tensor, lse: Tensor, numbers: Tensor, block: int, scale: float) -> Tensor:
+    """Return the weights of listed keys, averaged over heads, from the logsumexp."""
+    from longstride.kernels.backends.triton import indexed
+
+    return indexed.summed_weights(q, k, lse, _listed(numbers, block), scale)
+
+
+def indexed_backward(saved: Saved, numbers: Tensor, block: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    from longstride.kernels.backends.triton import indexed
+
+    return indexed.indexed_backward(saved, _listed(numbers, block), scale)
+
+
+def _listed(numbers: Tensor, block: int) -> Tensor:
+    return listed_positions(numbers, block, torch.arange(numbers.shape[1], device=numbers.device)).int()
 
 
 def prepare(
