@@ -91,7 +91,14 @@ PATTERNS = {
     "hashing": HASHED,
     **{
         f"MoBA {block}, top {top}": Pattern({"type": "moba", "block": block, "top": top})
-        for block, top in ((2, 16), (16, 8), (64, 3))
+        for block, top in ((2, 16), (16, 8), (16, 16), (64, 3))
+    },
+    **{  # dense in short contexts, where the indexer learns from all keys
+        f"indexer, 256 keys, blocks of {block}": Pattern(
+            {"type": "indexed", "keys": 256, "block": block, "window": 64},
+            {"type": "indexed", "keys": SHORT_CONTEXT, "block": block, "window": 64},
+        )
+        for block in (1, 16)
     },
     **{
         f"match {order}": Pattern({"type": "match", "window": 256, "order": order, "matches": matches})
