@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 
 from longstride.kernels.indexed import choose_keys, indexed_attention, indexer_loss
-from longstride.sparse_model import BlockContext, SparseTransformer
+from longstride.sparse_model import BlockContext
 from longstride.sparse_model.rotary import turn
-from tests.harness.configs import small
+from tests.sparse_model.test_transformer import awake
 
 INDEXED = {"type": "indexed", "keys": 12, "block": 4, "window": 5, "index_heads": 3, "index_width": 6}
 
 
 def model_of(attention: Any = INDEXED, **changes: Any) -> Any:
     """Make a model in fp64."""
-    torch.manual_seed(0)
-    return SparseTransformer(small(attention=attention, **{"layers": 2, **changes})).double()
+    return awake(attention=attention, **{"layers": 2, **changes})
 
 
 def losses(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
