@@ -16,7 +16,7 @@ INDEXED = {"type": "indexed", "keys": 12, "block": 4, "window": 5, "index_heads"
 
 def model_of(attention: Any = INDEXED, **changes: Any) -> Any:
     """Make a model in fp64."""
-    return awake(attention=attention, **{"layers": 2, **changes})
+    return awake(attention=attention, **{"layers": 2, **changes}).double()
 
 
 def losses(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
