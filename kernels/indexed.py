@@ -179,7 +179,7 @@ def indexed_attention(
         out, weights = reference.attend_indexed(q, k, v, listed_positions(numbers, block, own), scale)
     else:
         out, _, weights = _indexed_attention(q, k, v, numbers, block, scale, return_weights, backend)
-    return (out, weights) if return_weights else out
+    return (out, weights.detach()) if return_weights else out
 
 
 # Opaque operations for torch.compile and plans, as they walk through tiles.
@@ -283,7 +283,7 @@ def indexer_loss(
     shares = q.new_ones(q.shape[:2], dtype=wide) if real is None else real.to(wide)
     shares = shares / shares.sum().clamp_min(1)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or weights.requires_grad)
-    pair = attention if numbers is None else (None, None)
+    pair = [x.detach() for x in attention] if numbers is None else [None, None]
     loss: Tensor = _indexer_loss(q, k, weights, *pair, numbers, target, starts, shares, block, keep)[0]
     return loss
 

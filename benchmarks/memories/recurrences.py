@@ -102,8 +102,13 @@ def times(context: int, rounds: int) -> list[dict[str, Any]]:
 def peak(context: int) -> int:
     """Return the most bytes that both passes of the rule hold at once."""
     inputs = inputs_of(context)
+    return most_held(lambda: passes(RULE, inputs))
+
+
+def most_held(function: Callable[[], object]) -> int:
+    """Return the most bytes that torch holds at once for what a function computes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        passes(RULE, inputs)
+        function()
     changes = (event.nbytes() for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]")
     return max(itertools.accumulate(changes))
 
