@@ -37,6 +37,7 @@ RENEW = "run python -m benchmarks.attention.compiled"
 DELTA_KERNELS = (
     "systems", "inverses", "solved", "states", "outputs", "written", "grad_states", "corrected", "pairs", "rows",
 )  # fmt: skip
+INDEXED_KERNELS = ("forward", "summed_weights", "dq", "pieces", "keys", "scores")
 EVERY = 60  # of how many kept cases one is compiled each time
 
 
@@ -124,18 +125,32 @@ def delta_cases(architecture: str) -> list[str]:
 
 @pytest.mark.parametrize("architecture", ("gfx942", "sm_80", "sm_90"))
 def test_largest_delta_kernels_spill_nothing(architecture: str) -> None:
-    _check_delta([f"{architecture}:{kernel}:bfloat16:64" for kernel in ("grad_states", "rows")])
+    _check_spills([f"{architecture}:{kernel}:bfloat16:64" for kernel in ("grad_states", "rows")], "compile_delta")
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("architecture", ("gfx942", "sm_80", "sm_90"))
 def test_all_delta_kernels_spill_nothing(architecture: str) -> None:
-    _check_delta(delta_cases(architecture))
+    _check_spills(delta_cases(architecture), "compile_delta")
 
 
-def _check_delta(cases: list[str]) -> None:
+@pytest.mark.parametrize("architecture", ("gfx942", "sm_80", "sm_90"))
+def test_largest_kernels_of_listed_keys_spill_nothing(architecture: str) -> None:
+    _check_spills([f"{architecture}:{kernel}:bfloat16:128:16" for kernel in ("dq", "scores")], "compile_indexed")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("architecture", ("gfx942", "sm_80", "sm_90"))
+def test_all_kernels_of_listed_keys_spill_nothing(architecture: str) -> None:
+    sizes = [(width, group) for width in (64, 128) for group in (1, 32)]
+    cases = [f"{architecture}:{name}:bfloat16:{width}:{group}" for name in INDEXED_KERNELS for width, group in sizes]
+    _check_spills([*cases, *(f"{architecture}:{name}:float32:128:16" for name in INDEXED_KERNELS)], "compile_indexed")
+
+
+def _check_spills(cases: list[str], program: str) -> None:
+    """Assert that no kernel spills registers, and that each fits in shared memory."""
     architecture = cases[0].split(":")[0]
-    for found in compile_here(architecture, cases, "compile_delta"):
+    for found in compile_here(architecture, cases, program):
         print(found)
         assert found["spilled_bytes"] == 0, found
         assert found["shared"] <= SHARED_BYTES[architecture], found

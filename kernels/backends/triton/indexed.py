@@ -28,7 +28,8 @@ from longstride.kernels.backends.triton.tile import LN2, LOG2E, LOWEST, load_row
 
 IS_NVIDIA = not (INTERPRETED or torch.version.hip)
 PIECE = 512  # readers of a key per program
-COUNTS = ("num_heads", "num_positions", "num_numbers", "num_pieces")  # kernels are the same for all sizes
+# Kernels are the same for all sizes.
+COUNTS = ("num_heads", "num_positions", "num_numbers", "num_pieces", "num_queries", "num_keys")
 
 
 @triton.jit
@@ -274,7 +275,7 @@ def keys_kernel(
     tl.store(dv + value_column, dv_row.to(dv.dtype.element_ty), mask=value_column < VALUE_WIDTH)
 
 
-@triton.jit(do_not_specialize=(*COUNTS, "num_keys", "first"))
+@triton.jit(do_not_specialize=COUNTS)
 def scores_kernel(
     q,  # (B, n, J, Di)
     k,  # (B, M, Di)
@@ -418,7 +419,7 @@ def tiles_for(group: int, width: int, dtype: torch.dtype, is_nvidia: bool = IS_N
     return {
         "BLOCK_R": min(32 if is_small else 16, max(16, triton.next_power_of_2(group))),
         "BLOCK_K": 16 if INTERPRETED or dtype.itemsize > 2 else 64 if is_small else 32,
-        "BLOCK": max(16, min(64, 4096 // width)),
+        "BLOCK": max(16, 2048 // width),
         "num_warps": 4,
         "num_stages": 3 if is_nvidia else 1,  # numbers are loaded before keys, both in advance
     }
@@ -426,10 +427,12 @@ def tiles_for(group: int, width: int, dtype: torch.dtype, is_nvidia: bool = IS_N
 
 def score_tiles(width: int, dtype: torch.dtype, is_nvidia: bool = IS_NVIDIA) -> dict[str, int]:
     """Return tiles and options for the indexer's scores, likewise."""
-    options = {"num_warps": 4, "num_stages": 2 if is_nvidia else 1}
+    stages = 2 if is_nvidia else 1
     if INTERPRETED or dtype.itemsize > 2:
-        return {"BLOCK_Q": 32, "BLOCK_K": 32, **options}
-    return {"BLOCK_Q": 64 if width <= 128 else 32, "BLOCK_K": 128, **options}
+        return {"BLOCK_Q": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": stages}
+    if width > 128:
+        return {"BLOCK_Q": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": stages}
+    return {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": stages}
 
 
 class _Call:
