@@ -134,15 +134,20 @@ class Part(nn.Module):
             if isinstance(module, Part):
                 module.division = division
 
+    def parameter_parts(self) -> dict[str, str]:
+        """Map each parameter's name to the ``part`` that it belongs to."""
+        parts: dict[str, str] = {}
+        for path, module in self.named_modules():
+            around = parts.get(path.rpartition(".")[0], "")
+            parts[path] = (isinstance(module, Part) and module.part) or around
+        return {name: parts[name.rpartition(".")[0]] for name, _ in self.named_parameters()}
+
     def parameter_counts(self) -> Counter[str]:
         """Count parameters by ``part``."""
-        names: dict[str, str] = {}
         counts: Counter[str] = Counter()
-        for path, module in self.named_modules():
-            around = names.get(path.rpartition(".")[0], "")
-            names[path] = (isinstance(module, Part) and module.part) or around
-            counts[names[path]] += sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        return +counts  # without those that have no parameters
+        for part, parameter in zip(self.parameter_parts().values(), self.parameters(), strict=True):
+            counts[part] += parameter.numel()
+        return counts
 
     @property
     def observes(self) -> bool:

@@ -116,10 +116,15 @@ def load_state(engine: DeepSpeedEngine, saved: SavedState, ranks: Ranks) -> None
 
 def has_moments(saved: SavedState, vectors: Sequence[states.Vector]) -> bool:
     """Whether a checkpoint has the moments that these vectors need, or none yet. The same on every rank."""
-    if saved.adam_step is None:
+    if saved.kinds == (MASTER,):
         return True
-    needed = ((part.name, vector.moments) for vector in vectors for share in vector.slices for part in share)
-    return all(saved.has(name, kind) for name, kinds in needed for kind in kinds)
+    states_of = ((vector.moments, _moments_of(saved, vector)) for vector in vectors)
+    return all(len(found) == 1 and kinds in ((), needed) for needed, found in states_of for kinds, _ in found)
+
+
+def _moments_of(saved: SavedState, vector: states.Vector) -> set[tuple[tuple[str, ...], float | None]]:
+    """Return the kinds of moments, and the steps, that the parameters of a vector have: one, if they are alike."""
+    return {saved.moments_of(part.name) for share in vector.slices for part in share}
 
 
 def _optimizer_states(saved: SavedState, vectors: Sequence[states.Vector]) -> dict[int, dict[str, Tensor]]:
@@ -128,15 +133,17 @@ def _optimizer_states(saved: SavedState, vectors: Sequence[states.Vector]) -> di
     From another optimiser's checkpoint, only the average is taken, and all moments start at zero. Old and new moments
     cannot share one step count.
     """
-    step = saved.adam_step
-    if step is None:
+    if saved.kinds == (MASTER,):
         return {}
     is_same_optimizer = has_moments(saved, vectors)
     result = {}
     for number, vector in enumerate(vectors):
+        ((kinds, step),) = _moments_of(saved, vector) if is_same_optimizer else ((vector.moments, 0.0),)
+        if not kinds:  # frozen so far
+            continue
         state = {kind: _fill_vector(saved, kind, vector, empty=not is_same_optimizer) for kind in vector.moments}
         if states.MOMENTUM not in state:
-            state["step"] = torch.tensor(step if is_same_optimizer else 0.0)
+            state["step"] = torch.tensor(step, dtype=torch.float32)
         if AVERAGE in saved.kinds:
             state[AVERAGE] = _fill_vector(saved, AVERAGE, vector)
         result[number] = state

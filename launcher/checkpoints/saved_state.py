@@ -88,22 +88,26 @@ class SavedState:
             if missing := sorted(set(self._names) - self.shapes.keys()):
                 raise self._broken(f"without the weights {', '.join(missing)}")
             self._kinds: dict[str, tuple[str, ...]] = {}
+            self._steps: dict[str, float | None] = {}
             first = self._shard(0)
             shards = [first] + ([self._shard(self._expert_files[0])] if self._expert_files else [])
             for name in self.shapes:
                 rank, vector, *_ = self._pieces[name][0]
                 state = shards[rank in self._expert_files].states.get(vector, {})
                 self._kinds[name] = tuple(kind for kind in KINDS if kind == MASTER or kind in state)
+                self._steps[name] = float(state["step"]) if "step" in state else None
             self.kinds = tuple(kind for kind in KINDS if any(kind in kinds for kinds in self._kinds.values()))
             averaged = {AVERAGE in kinds for kinds in self._kinds.values()}
-            moments = {tuple(kind for kind in kinds if kind not in (MASTER, AVERAGE)) for kinds in self._kinds.values()}
+            moments = {self.moments_of(name)[0] for name in self.shapes}
+            if checkpoint.config.train.trained_parts:  # the other parts may not have taken a step yet
+                averaged, moments = set(), moments - {()}
             if len(averaged) > 1 or not (moments == {()} or moments <= set(states.MOMENTS)):
                 raise self._broken("only some parameters have the optimiser's state or the average")
             states_of_all = chain.from_iterable(shard.states.values() for shard in shards)
             steps = {float(state["step"]) for state in states_of_all if "step" in state}
-            if len(steps) > 1:
+            if len(steps) > 1 and not checkpoint.config.train.trained_parts:
                 raise self._broken(f"Adam's steps differ: {sorted(steps)}")
-            self.adam_step = steps.pop() if steps else None  # None before the first
+            self.adam_step = max(steps, default=None)  # the most of any parameter; None before the first
             saved = {name: tuple(shape) for name, shape in self.model_shapes.items()}
             self.model.check(
                 saved, f"its weights are not those of the model in its {file_names.CONFIG}:", f"{self._folder}"
@@ -193,6 +197,10 @@ class SavedState:
         """Whether a parameter has a tensor of a kind."""
         return kind in self._kinds[name]
 
+    def moments_of(self, name: str) -> tuple[tuple[str, ...], float | None]:
+        """Return the kinds of a parameter's moments, none before its first step, and the number of Adam's steps."""
+        return tuple(kind for kind in self._kinds[name] if kind not in (MASTER, AVERAGE)), self._steps[name]
+
     def tensor(self, name: str, kind: str = MASTER) -> Tensor:
         """Return one parameter's tensor of a kind: a copy, fp32, on the CPU."""
         if name in self.tables.shapes:
@@ -207,7 +215,11 @@ class SavedState:
         return flat.reshape(shape)
 
     def elements(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        """Return elements of one parameter's flat tensor of a kind, up to its end: a copy, fp32, on the CPU."""
+        """Return elements of one parameter's flat tensor of a kind, up to its end: a copy, fp32, on the CPU.
+
+        The average of a parameter that has not taken a step is the parameter.
+        """
+        kind = MASTER if kind == AVERAGE and not self.has(name, kind) else kind
         stop = min(stop, states.shape_of(kind, self.shapes[name]).numel())
         with refuse_foreign_content(self._folder):
             parts, begin = [torch.empty(0)], 0  # of the piece, in the parameter

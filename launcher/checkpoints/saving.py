@@ -99,7 +99,10 @@ class Saver:
             "precision": config.precision,
             "stream": stream.to_json(),
             "parameter_groups": [
-                group.names for group in parameter_groups(engine.module, split=config.train.optimizer is not None)
+                group.names
+                for group in parameter_groups(
+                    engine.module, split=config.train.optimizer is not None, apart=config.train.trained_parts
+                )
             ],
             "versions": package_versions(config.model),
             **memory,

@@ -51,6 +51,7 @@ class Stage(NamedTuple):
     pieces: int = 1  # contexts of the stage in one of ``model.context``
     batches: int = 1  # global batches of the data in a step
     attention: ModelConfig | None = None  # whose mixers the stage uses; None: those of ``model.attention``
+    trained: str | None = None  # the only part of the network that learns; None: all do
 
     @staticmethod
     def after(step: int, stages: Sequence[Stage]) -> Stage:
@@ -233,12 +234,20 @@ class RunConfig(StrictModel):
         }
         if described.attention is not None:
             content["model"]["attention"] = described.attention
+        if described.learning_rate is not None:
+            content["train"]["learning_rate"] = described.learning_rate
         config = RunConfig.model_validate(content)
         attention = None if described.attention is None else config.model
-        if attention is not None:
+        if attention is not None or described.trained is not None:
             with torch.device("meta"):
-                SparseTransformer(model, initialize=False).use_attention(attention)  # raises
-        return Stage(first, config, pieces, global_batch // unit, attention)
+                network = SparseTransformer(model, initialize=False)
+            network.use_attention(attention)  # raises
+            parts, roles = network.parameter_parts(), network.parameter_roles()
+            names = dict.fromkeys(part for name, part in parts.items() if roles[name].part != "tables")
+            if described.trained is not None and described.trained not in names:
+                rule = f"must be a part with parameters that a stage can train alone: {', '.join(names)}"
+                raise ConfigError.at("trained", described.trained, rule)
+        return Stage(first, config, pieces, global_batch // unit, attention, described.trained)
 
     @classmethod
     def model_json_schema(cls, *arguments: Any, **options: Any) -> dict[str, Any]:

@@ -137,8 +137,14 @@ class StageConfig(StrictModel):
     attention: Any = Field(
         default=None, description="mixers with the same parameters, in place of model.attention; null: model.attention"
     )
+    trained: str | None = Field(
+        default=None, description="the part of the network that the stage trains, such as indexer; null: all"
+    )
+    learning_rate: float | None = Field(
+        default=None, gt=0, description="train.learning_rate in this stage; all rates scale with it; null: unchanged"
+    )
 
-    left_out_at_default = ("steps", "global_batch", "attention")
+    left_out_at_default = ("steps", "global_batch", "attention", "trained", "learning_rate")
 
 
 class TrainConfig(StrictModel):
@@ -308,6 +314,20 @@ class TrainConfig(StrictModel):
         """Return the learning rate of a part of the network, a field of ``RatesConfig``; None: the general one."""
         rate: float | None = getattr(self.optimizer.rates, part) if self.optimizer and part else None
         return self.learning_rate if rate is None else rate
+
+    def highest_rate(self, step: int) -> float:
+        """Return ``learning_rate`` at a step counted from 0, which its stage may replace."""
+        first, rate = 0, None
+        for stage in self.context_schedule or ():
+            if first > step:
+                break
+            first, rate = first + (stage.steps or 0), stage.learning_rate
+        return self.learning_rate if rate is None else rate
+
+    @property
+    def trained_parts(self) -> frozenset[str]:
+        """The parts of the network that some stage trains alone."""
+        return frozenset(stage.trained for stage in self.context_schedule or () if stage.trained is not None)
 
     @property
     def last_step(self) -> int:

@@ -81,7 +81,7 @@ def build_engine(
         held.append(ParallelExperts(model, config.train, ranks, DTYPES[config.precision]))
     parameters, groups = (
         dict(model.named_parameters()),
-        parameter_groups(model, split=config.train.optimizer is not None),
+        parameter_groups(model, split=config.train.optimizer is not None, apart=config.train.trained_parts),
     )
     optimizer = make_optimizer(parameters, groups, config.train, half=config.precision != "fp32")
     if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:  # else DeepSpeed demands a key that allows it, and warns

@@ -36,7 +36,7 @@ class ParallelExperts:
         self._train, self._ranks = train, ranks
         size = train.expert_parallel or 1
         self._holders, self._replicas = ranks.expert_groups(size)
-        groups = parameter_groups(model, split=train.optimizer is not None)
+        groups = parameter_groups(model, split=train.optimizer is not None, apart=train.trained_parts)
         self.shapes: dict[str, torch.Size] = {}  # of all experts of a layer
         self._masters: dict[str, Tensor] = {}
         self._leaves: dict[str, Tensor] = {}
@@ -101,6 +101,11 @@ class ParallelExperts:
             master.grad = None
         self._gradients.clear()
         self._copy_to_leaves()
+
+    def freeze(self, frozen: bool) -> None:
+        """Collect no gradients from now on, or collect them again."""
+        for leaf in self._leaves.values():
+            leaf.requires_grad_(not frozen)
 
     def forget(self) -> None:
         """Drop the gradients of a step that is not taken."""

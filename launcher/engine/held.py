@@ -39,6 +39,9 @@ class Held(Protocol):
     def forget(self) -> None:
         """Drop the gradients of a step that is not taken."""
 
+    def freeze(self, frozen: bool) -> None:
+        """Collect no gradients from now on, or collect them again."""
+
     def local(self) -> Iterator[Tensor]:
         """Yield this rank's weights."""
 
@@ -54,6 +57,7 @@ class HeldParameters:
 
     def __init__(self, engine: DeepSpeedEngine, parts: Sequence[Held]) -> None:
         self.parts = parts
+        self._frozen = False
         self._clipping = engine.gradient_clipping()
         self._norm = torch.zeros((), device=engine.device)  # of the gradients times the loss scale
         if parts:
@@ -61,20 +65,28 @@ class HeldParameters:
 
     def reduce(self, scale: float) -> None:
         """Sum the gradients of losses times ``scale`` over the ranks, before the engine takes its step."""
-        if self.parts:
+        if self._frozen:
+            self._norm.zero_()
+        elif self.parts:
             squares = torch.stack([part.reduce(scale) for part in self.parts])
             self._norm = squares.sum().sqrt() * scale
 
     def step(self, number: int, norm: float) -> None:
         """Take step ``number`` + 1, clipped as the engine's: ``norm`` is that of all unscaled gradients."""
         factor = min(1.0, self._clipping / (norm + _EPSILON)) if self._clipping else 1.0
-        for part in self.parts:
+        for part in () if self._frozen else self.parts:
             part.step(number, factor)
 
     def forget(self) -> None:
         """Drop the gradients of a step that is not taken."""
         for part in self.parts:
             part.forget()
+
+    def freeze(self, frozen: bool) -> None:
+        """Leave these parameters as they are in the next steps, or train them again."""
+        self._frozen = frozen
+        for part in self.parts:
+            part.freeze(frozen)
 
     def local(self) -> Iterator[Tensor]:
         """Yield this rank's weights."""

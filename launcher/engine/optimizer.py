@@ -10,7 +10,9 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -34,22 +36,33 @@ class Group(NamedTuple):
     names: list[str]
     decays: bool
     part: str | None  # of the network; None: grouped by weight decay alone
+    trained: str | None = None  # the module's part, if a stage trains it alone
 
 
-def parameter_groups(model: SparseTransformer, *, split: bool) -> list[Group]:
+def parameter_groups(model: SparseTransformer, *, split: bool, apart: Collection[str] = ()) -> list[Group]:
     """Return the optimiser's groups in order.
 
     With ``split`` there is one for each part of the network: `train.optimizer` has a rate for each. Otherwise there
-    are two, the parameters with weight decay (two or more dimensions) and those without (section 6).
+    are two, the parameters with weight decay (two or more dimensions) and those without (section 6). Modules' parts
+    named in ``apart`` have groups of their own.
     """
     roles = model.parameter_roles()
     unknown = {role.part for role in roles.values()} - {*PARTS, "tables"}
     assert not unknown, f"{unknown} would stay untrained"
     by_part = {part: [name for name, role in roles.items() if role.part == part] for part in PARTS}
-    if split:
-        return [Group(names, part != VECTORS, part) for part, names in by_part.items() if names]
     decayed = [name for name, role in roles.items() if role.part in PARTS and role.part != VECTORS]
-    return [Group(decayed, True, None), Group(by_part[VECTORS], False, None)]
+    groups = [Group(decayed, True, None), Group(by_part[VECTORS], False, None)]
+    if split:
+        groups = [Group(names, part != VECTORS, part) for part, names in by_part.items() if names]
+    if not apart:
+        return groups
+    owners = {name: part if part in apart else None for name, part in model.parameter_parts().items()}
+    divided = [
+        group._replace(names=[name for name in group.names if owners[name] == owner], trained=owner)
+        for group in groups
+        for owner in (None, *sorted(apart))
+    ]
+    return [group for group in divided if group.names]
 
 
 def make_optimizer(
@@ -60,11 +73,13 @@ def make_optimizer(
     ``half`` says whether the run computes in half precision.
     """
     choice, settings = train.optimizer, []
-    for names, decays, part in groups:
+    for names, decays, part, trained in groups:
         group: dict[str, Any] = {"params": [parameters[name] for name in names]}
         group["weight_decay"] = train.weight_decay if decays else 0.0
         if part:
             group["part"] = part
+        if trained:
+            group["trained"] = trained
         if isinstance(choice, MuonConfig) and part == MATRICES:
             group |= {"momentum": choice.momentum, "nesterov": choice.nesterov, "steps": choice.steps}
         elif isinstance(choice, AdafactorConfig):
@@ -81,6 +96,8 @@ def make_optimizer(
         optimizer = torch.optim.Adafactor(settings, lr=0.0)
     else:
         optimizer = torch.optim.AdamW(settings, lr=0.0, fused=True)
+    if train.trained_parts:
+        leave_frozen(optimizer)
     if train.ema_decay is not None:
         keep_average(optimizer, train.ema_decay)
     return optimizer
@@ -94,11 +111,19 @@ def make_schedule(optimizer: torch.optim.Optimizer, train: TrainConfig) -> torch
 
 
 def rate_factor(train: TrainConfig, step: int) -> float:
-    """Return the share of the learning rate at a step counted from 0: linear warm-up, then `train.schedule`."""
+    """Return the share of the learning rate at a step counted from 0: linear warm-up, then `train.schedule`.
+
+    Where the step's stage has another highest rate, the share is of that, times it by `train.learning_rate`.
+    """
+    highest = train.highest_rate(step)
+    return highest / train.learning_rate * _share(train, step, train.final_learning_rate / highest)
+
+
+def _share(train: TrainConfig, step: int, floor: float) -> float:
+    """Return the share of the highest rate at a step, falling to ``floor``."""
     if step < train.warmup_steps:
         return (step + 1) / train.warmup_steps
     schedule, last = train.schedule, train.last_step - 1
-    floor = train.final_learning_rate / train.learning_rate
     if schedule == "constant":
         return 1.0
     if schedule == "cosine":
@@ -122,13 +147,16 @@ def rate_change(before: TrainConfig, now: TrainConfig, taken: int) -> str | None
     last, old_last = now.last_step - 1, before.last_step - 1
     # Schedules consist of a warm-up, a constant and a fall. If two agree at these steps, they agree at all.
     steps = {taken, (taken + last) // 2, last - 1, last, old_last - 1, old_last}
+    for train in (before, now):  # a stage may have another rate
+        steps |= set(accumulate(stage.steps or 0 for stage in train.context_schedule or ()))
     steps = {step for step in steps if taken <= step <= last}
     differing = [part for part in parts if any(rate(before, part, step) != rate(now, part, step) for step in steps)]
     if not differing:
         return None
     part = differing[0]
     old, new = _rate_settings(before), _rate_settings(now)
-    changes = [f"{key}={new[key]} (was {old[key]})" for key in new if new[key] != old[key]]
+    pairs = ((key, new.get(key, "null"), old.get(key, "null")) for key in {**old, **new})
+    changes = [f"{key}={value} (was {earlier})" for key, value, earlier in pairs if value != earlier]
     line = f"{', '.join(changes)}: the learning rate{f' of {part}' if part else ''}"
     if taken:
         line += f" was {rate(before, part, taken - 1):.4g} at the step before,"
@@ -140,9 +168,61 @@ def _rate_settings(train: TrainConfig) -> dict[str, str]:
     names = ("steps", "learning_rate", "warmup_steps", "schedule", "final_learning_rate")
     content = train.model_dump(mode="json")
     values = {name: content[name] for name in names}
+    for number, stage in enumerate(train.context_schedule or ()):
+        values[f"context_schedule[{number}].learning_rate"] = stage.learning_rate
     for part in (*PARTS, "tables"):
         values[f"optimizer.rates.{part}"] = getattr(train.optimizer.rates, part) if train.optimizer else None
     return {f"train.{name}": json.dumps(value) for name, value in values.items()}
+
+
+def leave_frozen(optimizer: torch.optim.Optimizer) -> None:
+    """Let steps leave out the groups that ``train_only`` has marked as frozen: weights, moments, average and counts."""
+    left_out: list[tuple[dict[str, Any], list[Tensor]]] = []
+
+    def take_out(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            if group.get("frozen"):
+                left_out.append((group, group["params"]))
+                group["params"] = []
+
+    def put_back(*_: Any) -> None:
+        for group, parameters in left_out:
+            group["params"] = parameters
+        left_out.clear()
+
+    optimizer.register_step_pre_hook(take_out)
+    optimizer.register_step_post_hook(put_back)
+
+
+@contextmanager
+def train_only(engine: DeepSpeedEngine, part: str | None) -> Iterator[None]:
+    """Freeze everything but one part of the network during a step; None: nothing.
+
+    Parameters without ``requires_grad`` take no part in the backward pass, so blocks are not recomputed in it. Between
+    steps all parameters have it, since DeepSpeed saves others twice.
+    """
+    if part is None:
+        yield
+        return
+    model, recompute = engine.module, engine.module.activation_checkpoint
+    owners = model.parameter_parts()
+    frozen = [parameter for name, parameter in model.named_parameters() if owners[name] != part]
+    groups = [group for group in engine.basic_optimizer.param_groups if group.get("trained") != part]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for group in groups:
+            group["frozen"] = True
+        engine.held.freeze(True)
+        model.activation_checkpoint = lambda block, *inputs: block(*inputs)
+        yield
+    finally:
+        model.activation_checkpoint = recompute
+        engine.held.freeze(False)
+        for group in groups:
+            del group["frozen"]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
@@ -171,7 +251,8 @@ def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
 
 def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the parameters that a step changes, which under ZeRO 3 are those of one sub-group."""
-    return (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    groups = (group for group in optimizer.param_groups if not group.get("frozen"))
+    return (p for group in groups for p in group["params"] if p.grad is not None)
 
 
 class Settings:

@@ -93,6 +93,10 @@ class HeldTable:
         sums = Table.sum(rows, places, weights).to(dtype)
         return _Storing.apply(sums, self._anchor, ids, weights, self._pending)
 
+    def freeze(self, frozen: bool) -> None:
+        """Collect no gradients from now on, or collect them again."""
+        self._anchor.requires_grad_(not frozen)
+
     def forget(self) -> None:
         """Drop the gradients of a step that is not taken."""
         self._pending.clear()

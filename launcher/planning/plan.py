@@ -195,13 +195,14 @@ def stage_plans(config: RunConfig, steps: int | None, device: str) -> list[dict[
     for stage, end in zip(stages, ends, strict=True):
         part = stage.config
         work = costs.work(part.model, part.train.micro_batch)
+        flops = costs.step_flops(work, part)
         plans.append(
             {
                 "context": stage.context,
                 "steps": end and end - stage.first,
                 "global_batch": part.train.global_batch,
                 "density": work.blocks.pairs / (costs.dense_pairs(part.model) * part.model.layers),
-                "flops": sum(costs.step_flops(work, part).values()),
+                "flops": sum(flops.values()) if stage.trained is None else flops["forward_flops"],
                 "activations": {
                     name: rehearsal.activations(part, is_recomputed, device)
                     for name, is_recomputed in (("kept", False), ("recomputed", True))

@@ -28,6 +28,7 @@ from longstride.sparse_model import ModelConfig, SparseTransformer
 
 _POSITIONS = "embedding.positions."  # prefix of the position tables
 _TOKENS, _START = "embedding.tokens.weight", "embedding.start"  # objectives decide about a mask's row, and the start
+_INDEXER = ".attention.indexer."  # in the names of an indexer's tensors, which the rest of its layer does without
 _LOGITS = "logits."  # prefix of the tensors after the last norm: of tokens or of classes, as the objective decides
 _FREE = ("backend", "dropout")  # keys of the model that do not change what its weights compute
 _MOST_NAMES = 4  # of tensors or keys, in a line
@@ -128,7 +129,8 @@ def fit(source: ModelConfig, model: ModelConfig, options: WeightSource, place: s
         is_positions, treatment = name.startswith(_POSITIONS), "anew"
         is_fresh = is_positions and options.positions == "fresh"
         is_of_objective = (name == _START and starts_differ) or (name.startswith(_LOGITS) and logits_differ)
-        may_differ = options.partly or is_fresh or is_of_objective
+        is_only_in_one = _INDEXER in name and None in (shape, before)
+        may_differ = options.partly or is_fresh or is_of_objective or is_only_in_one
         same_columns = shape is not None and before is not None and before[1:] == shape[1:]
         if shape is None:
             treatment = "unused"

@@ -20,7 +20,7 @@ from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.launcher.checkpoints import Checkpoint, NotSavedError, Saver, Score, error_line
 from longstride.launcher.config import Stage
 from longstride.launcher.data import GlobalBatch, RunSetup, discard_start
-from longstride.launcher.engine import EngineStep, StepPart, compile_kernels, weights_are_finite
+from longstride.launcher.engine import EngineStep, StepPart, compile_kernels, train_only, weights_are_finite
 from longstride.launcher.evaluation import evaluate_split
 from longstride.launcher.output import AgreedError, counting, exit_codes, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, Watchdog
@@ -294,26 +294,27 @@ def train_step(
     factor = len(part.tokens) // stage.rows * ranks.world_size / batch.num_tokens
     nats = torch.zeros((), dtype=torch.float64, device=engine.device)
     observed: list[Tensor] = []  # statistics of each observing part, summed over micro-batches
-    for first in range(0, len(part.tokens), stage.rows):
-        with StepPart.FORWARD.marked(engine.device):
-            rows = slice(first, first + stage.rows)
-            total, loss, statistics = score(engine, part, rows, stage.pieces, context_nats)
-        nats += total.detach().double()
-        observed = [a + b for a, b in zip(observed, statistics, strict=True)] if observed else list(statistics)
-        if first + stage.rows < len(part.tokens):
-            step.accumulate(loss * factor)
-    # Judge before the last backward pass, as the step can still be dropped there.
-    rank_nats = ranks.gather(nats[None])[:, 0].tolist()
-    loss_nats = sum(rank_nats) / batch.num_tokens
-    refused = guards.judge_loss(loss_nats)
-    grad_norm = step.take(loss * factor, drop=refused is not None)
+    with train_only(engine, stage.trained):
+        for first in range(0, len(part.tokens), stage.rows):
+            with StepPart.FORWARD.marked(engine.device):
+                rows = slice(first, first + stage.rows)
+                total, loss, statistics = score(engine, part, rows, stage.pieces, context_nats)
+            nats += total.detach().double()
+            observed = [a + b for a, b in zip(observed, statistics, strict=True)] if observed else list(statistics)
+            if first + stage.rows < len(part.tokens):
+                step.accumulate(loss * factor)
+        # Judge before the last backward pass, as the step can still be dropped there.
+        rank_nats = ranks.gather(nats[None])[:, 0].tolist()
+        loss_nats = sum(rank_nats) / batch.num_tokens
+        refused = guards.judge_loss(loss_nats)
+        grad_norm = step.take(loss * factor, drop=refused is not None)
     number = engine.global_steps
     verdict = refused or guards.judge_gradients(number, loss_nats, step.overflow(), step.loss_scale)
     if verdict and verdict.outcome != "skip":
         step.undo()
     elif verdict and verdict.guard != "loss_scale_floor":  # loss_scale_floor needs the scaler's history of overflows
         step.undo_scale()
-    if observed and grad_norm is not None and not verdict:
+    if observed and grad_norm is not None and not verdict and stage.trained is None:
         observe(engine.module, observed, ranks)
     if engine.lanes is not None:
         # The data goes on after a skipped step, and is read again after others that are not taken.

@@ -58,6 +58,16 @@ def test_all_is_taken_by_a_model_whose_attention_and_dropout_alone_are_others() 
     )
 
 
+def test_an_indexer_alone_begins_anew_or_is_left_unused() -> None:
+    indexed = {"type": "indexed", "keys": 64, "index_heads": 2, "index_width": 8}
+    sparse = fitted({"attention": indexed}, {"attention": {"type": "dense"}})
+    assert sparse.anew == ("blocks.0.attention.indexer.projection.weight",) and not sparse.unused
+    dense = fitted({"attention": {"type": "dense"}}, {"attention": indexed})
+    assert (dense.unused, dense.anew, dense.taken) == (sparse.anew, (), sparse.taken)
+    with pytest.raises(ConfigError, match="is \\[35, 32\\] in this run and \\[26, 32\\] in runs/a; take"):
+        fitted({"attention": indexed | {"index_heads": 3}}, {"attention": indexed})
+
+
 @pytest.mark.parametrize(
     ("change", "key", "tensors", "good"),
     [

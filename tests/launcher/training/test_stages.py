@@ -124,6 +124,10 @@ def test_guards_forget_the_losses_of_another_stage_where_one_begins(taken: int, 
             [{"context": 16, "steps": 2, "attention": {"type": "lsh", "buckets": 2, "chunk": 4}}, {"context": 64}],
             "train.context_schedule[0].attention: lsh has other parameters than model.attention",
         ),
+        (
+            [{"context": 64, "steps": 2, "trained": "indexer"}, {"context": 64}],
+            '[0].trained="indexer": must be a part with parameters that a stage can train alone: embedding, ',
+        ),
     ],
 )
 def test_wrong_schedules_name_the_key(stages: list[dict[str, object]], message: str, tmp_path: Path) -> None:
