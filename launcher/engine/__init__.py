@@ -12,5 +12,5 @@ from longstride.launcher.engine.build import (
 )
 from longstride.launcher.engine.device import compile_kernels, prepare_accelerator, random_states, set_random_states
 from longstride.launcher.engine.lanes import LaneStates
-from longstride.launcher.engine.optimizer import parameter_groups, rate_change, train_only
+from longstride.launcher.engine.optimizer import parameter_groups, rate_change
 from longstride.launcher.engine.step import EngineStep, Overflow, StepPart

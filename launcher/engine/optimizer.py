@@ -11,7 +11,6 @@ import functools
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -176,7 +175,7 @@ def _rate_settings(train: TrainConfig) -> dict[str, str]:
 
 
 def leave_frozen(optimizer: torch.optim.Optimizer) -> None:
-    """Let steps leave out the groups that ``train_only`` has marked as frozen: weights, moments, average and counts."""
+    """Let steps leave out groups marked as frozen: their weights, moments, average and counts. See ``EngineStep``."""
     left_out: list[tuple[dict[str, Any], list[Tensor]]] = []
 
     def take_out(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -192,37 +191,6 @@ def leave_frozen(optimizer: torch.optim.Optimizer) -> None:
 
     optimizer.register_step_pre_hook(take_out)
     optimizer.register_step_post_hook(put_back)
-
-
-@contextmanager
-def train_only(engine: DeepSpeedEngine, part: str | None) -> Iterator[None]:
-    """Freeze everything but one part of the network during a step; None: nothing.
-
-    Parameters without ``requires_grad`` take no part in the backward pass, so blocks are not recomputed in it. Between
-    steps all parameters have it, since DeepSpeed saves others twice.
-    """
-    if part is None:
-        yield
-        return
-    model, recompute = engine.module, engine.module.activation_checkpoint
-    owners = model.parameter_parts()
-    frozen = [parameter for name, parameter in model.named_parameters() if owners[name] != part]
-    groups = [group for group in engine.basic_optimizer.param_groups if group.get("trained") != part]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        for group in groups:
-            group["frozen"] = True
-        engine.held.freeze(True)
-        model.activation_checkpoint = lambda block, *inputs: block(*inputs)
-        yield
-    finally:
-        model.activation_checkpoint = recompute
-        engine.held.freeze(False)
-        for group in groups:
-            del group["frozen"]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
 
 
 def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:

@@ -70,6 +70,36 @@ class EngineStep:
             holder = engine.optimizer.loss_scale_config if self._is_unfused else engine.optimizer
             self.loss_scale = float(holder.cur_scale)
 
+    @contextmanager
+    def only(self, part: str | None) -> Iterator[None]:
+        """Freeze everything but one part of the network in a block that takes the step; None: nothing.
+
+        Parameters without ``requires_grad`` take no part in the backward pass, so blocks are not recomputed in it.
+        Between steps all parameters have it, since DeepSpeed saves others twice.
+        """
+        if part is None:
+            yield
+            return
+        engine, model = self._engine, self._engine.module
+        owners, recompute = model.parameter_parts(), model.activation_checkpoint
+        frozen = [parameter for name, parameter in model.named_parameters() if owners[name] != part]
+        groups = [group for group in engine.basic_optimizer.param_groups if group.get("trained") != part]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            for group in groups:
+                group["frozen"] = True
+            engine.held.freeze(True)
+            model.activation_checkpoint = lambda block, *inputs: block(*inputs)
+            yield
+        finally:
+            model.activation_checkpoint = recompute
+            engine.held.freeze(False)
+            for group in groups:
+                del group["frozen"]
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+
     def accumulate(self, loss: Tensor) -> None:
         """Run the backward pass of a micro-batch that is not the last."""
         self._backward(loss)

@@ -28,7 +28,6 @@ from longstride.launcher.training import (
     agree_on_initial,
     choose_start,
     compile_step,
-    enter_stage,
     open_initial,
     set_up,
     train_step,
@@ -107,7 +106,7 @@ def _take_step(run: RunSetup, checkpoint: Checkpoint | None, initial: InitialWei
         guards, begin = Guards(config.train.guards), time.perf_counter()
         engine.train()
         with print_if_slow("taking a step"):
-            enter_stage(stage, engine, guards)
+            engine.module.use_attention(stage.attention)
             metrics = train_step(engine, batch, stage, ranks, guards, unit=run.data.unit)
         seconds = time.perf_counter() - begin
         engine.destroy()

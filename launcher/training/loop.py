@@ -20,7 +20,7 @@ from longstride.data_pipelines.order import Batch, LostWorkerError, StreamState
 from longstride.launcher.checkpoints import Checkpoint, NotSavedError, Saver, Score, error_line
 from longstride.launcher.config import Stage
 from longstride.launcher.data import GlobalBatch, RunSetup, discard_start
-from longstride.launcher.engine import EngineStep, StepPart, compile_kernels, train_only, weights_are_finite
+from longstride.launcher.engine import EngineStep, StepPart, compile_kernels, weights_are_finite
 from longstride.launcher.evaluation import evaluate_split
 from longstride.launcher.output import AgreedError, counting, exit_codes, file_names, metrics_file, say
 from longstride.launcher.ranks import Ranks, Watchdog
@@ -294,7 +294,7 @@ def train_step(
     factor = len(part.tokens) // stage.rows * ranks.world_size / batch.num_tokens
     nats = torch.zeros((), dtype=torch.float64, device=engine.device)
     observed: list[Tensor] = []  # statistics of each observing part, summed over micro-batches
-    with train_only(engine, stage.trained):
+    with step.only(stage.trained):
         for first in range(0, len(part.tokens), stage.rows):
             with StepPart.FORWARD.marked(engine.device):
                 rows = slice(first, first + stage.rows)

@@ -76,7 +76,7 @@ def test_wrong_field_is_named_with_its_rule(path: Path, override: str, line: str
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("learning_rat=3", "did you mean train.learning_rate"),
+        ("learning_rat=3", "did you mean train.learning_rate or train.context_schedule.learning_rate"),
         ("train.rotary=true", "did you mean model.rotary"),
         ("model.momentum=0.5", "did you mean train.optimizer.momentum"),
         ("gradient_clipping=1", "did you mean deepspeed.gradient_clipping"),

@@ -18,7 +18,7 @@ from longstride.sparse_model import SparseTransformer
 from longstride.sparse_model.network import OutputConfig
 
 PRESETS = sorted(path.stem for path in EXPERIMENTS.glob("*.json"))
-RECIPES = ("demo", "bytes_small", "bytes_base", "paper_small", "pictures_miniature")  # docs/recipes.md
+RECIPES = ("demo", "bytes_small", "bytes_base", "dense_to_sparse", "paper_small", "pictures_miniature")  # recipes.md
 SYSTEMS = {  # docs/systems.md, with their parameters
     "enwik8_adaptive_span": 38_092_384,
     "cifar10_routing": 95_096_832,
