@@ -169,6 +169,7 @@ class Mixer(Part, ABC):
     reach: int = 1  # how many tokens before a row decide what it reads, in generation
     choice: Hashable = None  # mixers of equal ``patterns`` and ``choice`` have equal selections
     reads_shared: bool = False  # whether it reads ``BlockContext.shared``
+    measures: dict[str, float] | None = None  # an empty one is filled in evaluation by some mixers, for reports
     # What it hands to the next context of a lane. Zeros mean that nothing came before: position 0 then begins a text.
     # Later positions that begin a document (place 0) read nothing that was carried. Never kept on the module: a block
     # that is recomputed in the backward pass must read what it read in the forward pass.

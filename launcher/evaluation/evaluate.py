@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -218,14 +219,21 @@ def check_sharing(config: RunConfig, ranks: Ranks) -> None:
 def evaluate_split(engine: DeepSpeedEngine, run: RunSetup, pieces: int = 1) -> dict[str, Any]:
     """Return the validation split's line for metrics.jsonl, over the configured number of contexts.
 
-    Each is cut into ``pieces`` contexts.
+    Each is cut into ``pieces`` contexts. What mixers measure is of the first rank's first batch, which is the same for
+    any number of ranks: a list by layer, null for those that measure nothing.
     """
-    start, train = time.perf_counter(), run.config.train
+    start, train, mixers = time.perf_counter(), run.config.train, engine.module.mixers
     engine.eval()
+    for mixer in mixers:
+        mixer.measures = {} if run.ranks.is_first else None
     contexts = partial(run.data.evaluation, limit=train.evaluate_contexts)
     sums = score(engine, contexts, train.micro_batch, run.ranks, engine.device, stop=run.stop, pieces=pieces)
     engine.train()
-    return evaluation_line(engine.global_steps, run.config.data.validation_split, sums, start, run.data.unit)
+    measures = [mixer.measures or {} for mixer in mixers]
+    for mixer in mixers:
+        mixer.measures = None
+    line = evaluation_line(engine.global_steps, run.config.data.validation_split, sums, start, run.data.unit)
+    return line | {name: [each.get(name) for each in measures] for name in dict.fromkeys(chain(*measures))}
 
 
 def evaluation_line(step: int, split: str, sums: ExactSums, start: float, unit: str) -> dict[str, Any]:

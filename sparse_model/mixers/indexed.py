@@ -12,17 +12,20 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from longstride.kernels import ConfigError, attend_listed, selected_attention, sparse_attention
-from longstride.kernels.indexed import choose_keys, indexed_attention, indexer_loss
+from longstride.kernels.indexed import choose_keys, index_scores, indexed_attention, indexer_loss
 from longstride.kernels.patterns import Dense, Pattern
 from longstride.kernels.selections import listed_positions, within_documents
-from longstride.sparse_model.mixers.attention import Attention, AttentionConfig, KeyValueHeads
+from longstride.sparse_model.mixers.attention import NOT_FLEX, Attention, AttentionConfig, KeyValueHeads
 from longstride.sparse_model.mixers.cache import Rows
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import PLAIN, BlockContext, MixerOutput, Part, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary
 from longstride.sparse_model.strict import StrictModel
+
+MEASURED_QUERIES = 64
 
 
 class IndexedConfig(AttentionConfig, StrictModel):
@@ -56,6 +59,8 @@ class IndexedConfig(AttentionConfig, StrictModel):
             raise ConfigError.at("window", self.window, rule)
         if network.rotary is not None and self.index_width % 2:
             raise ConfigError.at("index_width", self.index_width, f"must be even; nearest {self.index_width + 1}")
+        if network.backend == "flex":
+            raise ConfigError.at("type", self.type, NOT_FLEX)
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         return ()
@@ -132,6 +137,8 @@ class IndexedAttention(Attention):
         else:
             starts = None if places is None else torch.arange(h.shape[1], device=h.device) - places
             rows, loss = self.attend_chosen(q, k, v, index, starts, context.real)
+            if not self.training and self.measures == {}:
+                self.measures |= self.measure_choice(q, k, index, starts, context.real)
         return MixerOutput(self._project(rows.transpose(1, 2).flatten(2), h), loss)
 
     def attend_chosen(
@@ -171,9 +178,11 @@ class IndexedAttention(Attention):
     def num_pairs(self, positions: int) -> int:
         """Count the pairs, which do not depend on the choice: a query with fewer keys before it reads all of them."""
         block, count = self.config.block, self.config.keys // self.config.block
-        return self.heads * sum(
-            min(position // block, count - 1) * block + position % block + 1 for position in range(positions)
-        )
+        full, rest = divmod(positions, block)
+        growing = min(full, count)  # blocks whose queries read all blocks before them
+        earlier = growing * (growing - 1) // 2 + (full - growing) * (count - 1)
+        pairs = earlier * block**2 + full * block * (block + 1) // 2
+        return self.heads * (pairs + min(full, count - 1) * block * rest + rest * (rest + 1) // 2)
 
     def visited_pairs(self, positions: int, like: Tensor) -> int:
         return self.num_pairs(positions)
@@ -185,16 +194,59 @@ class IndexedAttention(Attention):
         return super().work(positions, batch) + Work(linear=linear, choosing=scores)
 
     def reads(self, h: Tensor, head: int, context: BlockContext = PLAIN) -> Callable[[Tensor], Tensor]:
+        length, places = h.shape[1], context.places
         if self.convolution is not None:
-            h = self.convolution(h)
-        numbers, block = self.choose(self.indexer(h, slice(h.shape[1])))[0], self.config.block
+            h = self.convolution(h, places=places)
+        index = self.indexer(h, slice(length) if places is None else places)
+        starts = None if places is None else torch.arange(length, device=h.device) - places
 
         def of_queries(queries: Tensor) -> Tensor:
-            places = listed_positions(numbers[queries], block, queries)
-            mask = torch.zeros(len(queries), h.shape[1] + 1, dtype=torch.bool, device=h.device)
-            return mask.scatter_(1, places.where(places >= 0, h.shape[1]), True)[:, :-1]
+            mask = torch.zeros(len(queries), length, dtype=torch.bool, device=h.device)
+            for row, query in zip(mask, queries.tolist(), strict=True):
+                row[self._keys_of(index, 0, query, starts)] = True
+            return mask
 
         return of_queries
+
+    def _keys_of(self, index: Index, entry: int, query: int, starts: Tensor | None) -> Tensor:
+        """Return the positions (T,) that the query at one position of a context reads."""
+        row = slice(query, query + 1)
+        contexts = slice(entry, entry + 1)
+        alone = Index(index.q[contexts, row], index.k[contexts, : query + 1], index.weights[contexts, row])
+        numbers = self.choose(alone, None if starts is None else starts[contexts, row], first=query)
+        block = self.config.block if starts is None else 1
+        keys = listed_positions(numbers, block, torch.full((1, 1), query, device=numbers.device))[0, 0]
+        return keys[keys >= 0]
+
+    @torch.no_grad()
+    def measure_choice(
+        self, q: Tensor, k: Tensor, index: Index, starts: Tensor | None, real: Tensor | None
+    ) -> dict[str, float]:
+        """Measure what queries choose that cannot read all their keys, at evenly spaced ones of them.
+
+        Returns:
+            "indexer_kl": the indexer's loss in nats. "indexer_mass": the share of dense attention's weights on the
+            chosen keys. Empty if each query reads all its keys.
+        """
+        counts = torch.arange(1, q.shape[2] + 1, device=q.device).expand(len(q), -1)
+        chooses = (counts if starts is None else counts - starts) > self.config.keys
+        found = (chooses if real is None else chooses & real).nonzero()
+        spaced = torch.linspace(0, len(found) - 1, min(len(found), MEASURED_QUERIES)).round().long()
+        measured = []
+        for entry, query in found[spaced.to(q.device)].tolist():
+            keys = self._keys_of(index, entry, query, starts)
+            start = 0 if starts is None else int(starts[entry, query])
+            queries = q[entry, :, query].float().view(self.key_value_heads, self.group, -1)
+            scores = (queries @ k[entry, :, start : query + 1].float().mT).flatten(0, 1) * q.shape[-1] ** -0.5
+            mass = scores.softmax(-1)[:, keys - start].sum(-1).mean()
+            target = scores[:, keys - start].softmax(-1).mean(0)
+            row = slice(query, query + 1)
+            of_index = index_scores(index.q[entry, row], index.k[entry, : query + 1], index.weights[entry, row], query)
+            measured.append(torch.stack([F.kl_div(of_index[0, keys].log_softmax(-1), target, reduction="sum"), mass]))
+        if not measured:
+            return {}
+        divergence, mass = torch.stack(measured).mean(0).tolist()
+        return {"indexer_kl": divergence, "indexer_mass": mass}
 
 
 class IndexedCache(Rows):

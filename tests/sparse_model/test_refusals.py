@@ -21,6 +21,7 @@ OWN_KEYS = "each head has keys and values of its own"
 DIVIDES = "must divide heads=4; nearest"
 SHARING: dict[str, dict[str, Any]] = {
     "moba": {"block": 6, "top": 3},
+    "indexed": {"keys": 9},
     "adaptive_span": {"penalty": 0.0},
     "entmax": {"pattern": {"type": "strided", "stride": 8}},
     "fixed": {"stride": 8, "summary": 2},
@@ -57,6 +58,18 @@ CASES: list[Case] = [
         ({"pattern": {"type": "dense"}}, 'pattern.type="dense": rows read up to 4,096 keys and are not split; at'),
         ({"pattern": {"type": "fixed", "stride": 64, "summary": 33}}, 'pattern.type="fixed": rows read up to 2,1'),
     ])),
+    *of("attention", "indexed", [
+        ({"keys": 10, "block": 4}, "keys=10: must be a multiple of block=4; nearest 8"),
+        ({"keys": 8, "block": 4, "window": 6}, "window=6: may lie in 3 blocks, of 12 positions; take keys of at least"),
+        ({"keys": 2, "window": 3}, "window=3: may lie in 3 blocks, of 3 positions; take keys of at least"),
+        ({"index_heads": 0}, "index_heads=0: must be greater than 0"),
+        ({"loss_weight": -1.0}, "loss_weight=-1.0: must be greater than or equal to 0"),
+        ({"index_head": 2}, "index_head: unknown key; nearest index_heads"),
+    ], keys=9),
+    *(({"attention": {"type": "indexed", "keys": 9, "index_width": 7}, **changes}, f"attention{line}")
+      for changes, line in (({"rotary": {}}, ".index_width=7: must be even; nearest 8"),
+                            ({"backend": "flex"}, '.type="indexed": needs another backend than "flex"'),
+                            ({"sinks": True}, ": indexed does not apply model.sinks; set it to false"))),
     *of("attention", "lsh", [
         ({"buckets": 7}, "buckets=7: each rotation gives two; nearest 6 or 8"),
         ({"buckets": 1}, "rounds=3: are all equal with a single bucket; nearest 1"),
@@ -200,6 +213,7 @@ CASES: list[Case] = [
     *(({"objective": MASKED, **TWO_SIDED["linformer"], **changes}, line) for changes, line in [
         ({"attention": {"type": "dense"}}, "attention: dense reads no later positions, and objective masked needs"),
         ({"attention": {"type": "moba", "block": 4, "top": 2}}, "attention: moba reads no later positions"),
+        ({"attention": {"type": "indexed", "keys": 8}}, "attention: indexed reads no later positions"),
         ({"attention": {"type": "lsh", "buckets": 4, "chunk": 5}}, "attention: lsh reads no later positions, and obj"),
         ({"attention": {"type": "routing", "clusters": 4, "window": 5}}, "attention: routing reads no later positions"),
         ({"objective": {"type": "autoregressive"},
@@ -217,6 +231,7 @@ CASES: list[Case] = [
         ({"attention": {"type": "dense"}}, f"attention: dense {NOT_DENSE}"),
         ({"attention": {"type": "linformer", "rows": 4}}, f"attention: linformer {NOT_DENSE}"),
         ({"attention": {"type": "moba", "block": 4, "top": 2}}, f"attention: moba {NOT_DENSE}"),
+        ({"attention": {"type": "indexed", "keys": 8}}, f"attention: indexed {NOT_DENSE}"),
         ({"convolution": 3}, f"convolution: {ONE_SIDE}"),
         ({"ngrams": {"rows": 9}}, f"ngrams: {ONE_SIDE}"),
         ({"feed_forward": {"type": "experts", "count": 2, "capacity": 1.0}}, "feed_forward: experts with a capacity"),

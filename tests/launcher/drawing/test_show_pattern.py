@@ -259,20 +259,21 @@ def test_what_content_decides_is_drawn_for_a_text(tmp_path: Path, capsys: pytest
     text, picture = tmp_path / "text", tmp_path / "picture.png"
     text.write_bytes(b"long strides over sparse bytes, and not a byte beyond the context is read")
     match = {"type": "match", "window": 4, "order": 2}
-    mixed = [{"type": "moba", "block": 8, "top": 2}, match, {**ROUTING, "local": {"heads": 1, "window": 8}}]
+    indexed = {"type": "indexed", "keys": 8, "block": 2}
+    mixed = [{"type": "moba", "block": 8, "top": 2}, match, {**ROUTING, "local": {"heads": 1, "window": 8}}, indexed]
     words = [
         "show",
         "pattern",
-        str(written(tmp_path, **(TINY | {"layers": 3}), attention=mixed)),
+        str(written(tmp_path, **(TINY | {"layers": 4}), attention=mixed)),
         "--output",
         str(picture),
     ]
     figure = draw_pattern(Path(words[2]))
-    assert "5 heads choose by content" in figure.get_suptitle()
+    assert "7 heads choose by content" in figure.get_suptitle()
     plt.close(figure)
     figure = draw_pattern(Path(words[2]), text=text)
     titles = [axis.get_title() for axis in figure.axes if "chosen" in axis.get_title()]
-    places = ("layer 0, head 0", "layer 0, head 1", "layer 1, head 0", "layer 1, head 1", "layer 2, head 1")
+    places = [f"layer {layer}, head {head}" for layer in range(4) for head in (0, 1) if (layer, head) != (2, 0)]
     assert titles == [f"chosen by content\n{place}" for place in places]
     plt.close(figure)
     assert cli.main([*words, "--text", str(text), "--query", "9"]) == 0

@@ -25,7 +25,7 @@ RECIPE = {**LATER, "ngrams": {"orders": [2, 12], "rows": 61}, "reversible": True
     "feed_forward": [{"type": "experts", "count": 3, "activation": "squared_relu"}, {"type": "dense"}],
     "attention": [{**ATTENTIONS["heads"], "key_value_heads": 2}, ATTENTIONS["bigbird"]],
 }
-UNTRACED = ("adaptive_span", "compressed", "delta", "entmax", "moba", "nsa", "recurrent", "synthesizer")
+UNTRACED = ("adaptive_span", "compressed", "delta", "entmax", "indexed", "moba", "nsa", "recurrent", "synthesizer")
 EVERY = SYSTEMS | {f"attention {name}": {"attention": each} for name, each in ATTENTIONS.items()}
 
 

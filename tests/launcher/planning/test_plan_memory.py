@@ -74,6 +74,7 @@ RECURRENT = (
 DELTA = ('model.attention={"type": "delta", "heads": 2}',)
 COMPRESSED = ('model.attention={"type": "compressed", "block": 4, "distance": 2, "key_value_heads": 1}',)
 NSA = ('model.attention={"type": "nsa", "block": 4, "distance": 2, "selected_block": 4, "selected": 4, "window": 8}',)
+INDEXED = (f'model.attention=[{LOCAL}, {{"type": "indexed", "keys": 16, "block": 4, "index_width": 8}}]',)
 PRODUCT_KEYS = ('model.feed_forward={"type": "product_keys", "keys": 9, "top": 5, "heads": 2, "query_width": 8}',)
 MIXTURES = (SANDWICH, ONE_LARGE, EXPERTS_IN_TURN)
 CARRIED = (
@@ -81,7 +82,19 @@ CARRIED = (
     "data.shuffle_bytes=0",
 )
 STATES = (CARRIED, MEMORY, RECURRENT, DELTA, COMPRESSED, NSA)
-PARTS = (HALF_SIZE, LATER_PARTS, ALL_SCORES, EXPERTS, THRESHOLDS, HASHED, MATCHED, SHARED, PRODUCT_KEYS, *STATES)
+PARTS = (
+    HALF_SIZE,
+    LATER_PARTS,
+    ALL_SCORES,
+    EXPERTS,
+    THRESHOLDS,
+    HASHED,
+    MATCHED,
+    SHARED,
+    PRODUCT_KEYS,
+    INDEXED,
+    *STATES,
+)
 CASES = [(name, more) for name in DTYPES for more in ((), *PARTS, *MIXTURES)]
 DEFAULT_CASES = (
     ("fp32", ()),
@@ -101,6 +114,7 @@ DEFAULT_CASES = (
     ("fp32", COMPRESSED),
     ("bf16", NSA),
     ("bf16", PRODUCT_KEYS),
+    ("bf16", INDEXED),
 )
 
 

@@ -13,6 +13,8 @@ from longstride.launcher.config import load_config
 from longstride.launcher.planning.plan import make_plan
 from longstride.sparse_model import SparseTransformer
 from tests.harness.layouts import Leg, losses_of, train_through
+from tests.harness.runs import complete, metrics
+from tests.launcher.training.test_tied_output import GATHERED
 from tests.launcher.training.test_training import LOW_SCALE, MUON
 
 STRIDED = {"type": "strided", "stride": 8}
@@ -31,6 +33,11 @@ SYNTHESIZER = [
     {"type": "adaptive_span", "ramp": 4, "penalty": 0.001, "initial": 5.5},
     {"type": "entmax", "pattern": STRIDED},
 ]  # fmt: skip
+INDEXED = [
+    {"type": "indexed", "keys": 12, "window": 3, "index_heads": 2, "index_width": 8},
+    STRIDED,
+    {"type": "indexed", "keys": 16, "block": 4, "index_width": 8},
+]
 EXPERTS = 'model.feed_forward=[{"type": "dense"}, {"type": "experts", "count": 3}]'
 COMMON = ("model.dropout=0", "model.backend=auto")
 
@@ -70,6 +77,19 @@ CASES = {
         "random",
         ("0.dense_keys", "1.mixing", "2.random_keys", "3.spans", "4.excess_logits"),
     ),
+    "indexer": Case(
+        (*COMMON, f"model.attention={json.dumps(INDEXED)}", "model.layers=3", "model.rotary.base=1000"),
+        [
+            (2, ("deepspeed=zero1_fp32",)),
+            (4, ("deepspeed=zero3_fp32", GATHERED, "train.activation_checkpointing=true")),
+            (1, ("deepspeed=zero2_fp32",)),
+            (2, ("deepspeed=zero2_fp16", LOW_SCALE)),
+            (2, ("deepspeed=zero3_bf16",)),
+        ],
+        3,
+        "",
+        ("0.indexer.projection.weight", "2.indexer.projection.weight"),
+    ),
 }
 
 
@@ -78,9 +98,10 @@ CASES = {
 def test_one_run_goes_through_every_layout(name: str, config_file: Path, tmp_path: Path, capsys: Any) -> None:
     case, moved, model = CASES[name], tmp_path / "moved", str(tmp_path / "model")
     trained, drawn = train_through(config_file, moved, case.model, case.legs, case.exact)
-    fixed = f"blocks.0.attention.{case.fixed}"
-    assert torch.equal(trained[fixed], drawn[fixed])
-    for block, name in (learned.split(".") for learned in case.learned):
+    if case.fixed:
+        fixed = f"blocks.0.attention.{case.fixed}"
+        assert torch.equal(trained[fixed], drawn[fixed])
+    for block, name in (learned.split(".", 1) for learned in case.learned):
         learned = f"blocks.{block}.attention.{name}"
         assert not torch.equal(trained[learned], drawn[learned]), learned
     config = load_config(moved / "config.json", [])
@@ -99,6 +120,23 @@ def test_one_run_goes_through_every_layout(name: str, config_file: Path, tmp_pat
     ):
         assert main(words) == 0, capsys.readouterr()
     assert (tmp_path / "sample.txt").stat().st_size == 20 and again.read_bytes() == file.read_bytes()
+
+
+def test_evaluations_measure_what_an_indexer_chooses(config_file: Path, tmp_path: Path) -> None:
+    """Of any number of ranks, also where ZeRO 3 gathers weights; nothing of other mixers, or if all keys are read."""
+    lines = []
+    for processes, layout in ((1, "zero0_fp32"), (2, "zero3_fp32")):
+        options = (f"train.output={tmp_path / layout}", f"deepspeed={layout}", GATHERED, "train.steps=2")
+        run = ["--config", str(config_file), *CASES["indexer"].model, *options, "train.evaluate_every=1"]
+        complete(run, processes)
+        lines.append([line for line in metrics(tmp_path / layout) if line["split"] == "validation"])
+    for first, second in zip(*lines, strict=True):
+        for name, most in (("indexer_kl", 1.0), ("indexer_mass", 1.0)):
+            assert first[name][1] is None and second[name] == pytest.approx(first[name], rel=1e-4)
+            assert all(0 < each < most for each in first[name][::2])
+    dense = 'model.attention={"type": "indexed", "keys": 64, "index_width": 8}'
+    complete(["--config", str(config_file), dense, f"train.output={tmp_path / 'dense'}", "train.steps=1"], 1)
+    assert not any("indexer_kl" in line for line in metrics(tmp_path / "dense"))
 
 
 @pytest.mark.campaign

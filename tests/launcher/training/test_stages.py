@@ -151,10 +151,11 @@ def test_the_length_of_the_last_stage_follows_from_steps(tmp_path: Path) -> None
         assert RunConfig.model_validate(config.to_json()) == config
 
 
-@pytest.mark.parametrize("final", ["dense", "match", "moba", "routing"])
+@pytest.mark.parametrize("final", ["dense", "indexed", "match", "moba", "routing"])
 def test_another_attention_shares_the_parameters(final: str) -> None:
     """The mixers of a stage give what a model of that attention gives with the same weights, and train them."""
     kinds = {
+        "indexed": {"type": "indexed", "keys": 8, "block": 2},
         "moba": {"type": "moba", "block": 4, "top": 2},
         "match": {"type": "match", "window": 4},
         "routing": {"type": "routing", "clusters": 4, "window": 4},
@@ -163,12 +164,15 @@ def test_another_attention_shares_the_parameters(final: str) -> None:
         "context": 32, "layers": 2, "heads": 2, "width": 16, "embedding": {"type": "tokens"}, "rotary": {},
         "attention": kinds.get(final, {"type": "dense"}),
     }  # fmt: skip
-    short = ModelConfig.model_validate(content | {"attention": {"type": "local", "window": 3}})
+    local = {"type": "local", "window": 3}
+    dense = {"type": "indexed", "keys": 32, "block": 2}  # an indexer's warm-up
+    short = ModelConfig.model_validate(content | {"attention": dense if final == "indexed" else local})
     model = SparseTransformer(ModelConfig.model_validate(content))
     names = [name for name, _ in model.named_parameters()]
-    if final == "routing":  # shares queries and keys
+    if final in ("indexed", "routing"):
         with pytest.raises(ConfigError, match="other parameters"):
-            model.use_attention(short)
+            model.use_attention(ModelConfig.model_validate(content | {"attention": local}))
+    if final == "routing":  # shares queries and keys
         return
     tokens = torch.randint(256, (2, 32))
     before = model(tokens)
@@ -177,7 +181,8 @@ def test_another_attention_shares_the_parameters(final: str) -> None:
     other.load_state_dict(model.state_dict())
     assert torch.equal(model(tokens), other(tokens))
     assert [name for name, _ in model.named_parameters()] == names
-    model(tokens).sum().backward()
+    output = model(tokens, return_extras=True)
+    (output.rows.sum() + (output.auxiliary_loss or 0.0)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert not model.eval().blocks[0].mixer.training
     model.use_attention(None)
