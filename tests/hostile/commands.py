@@ -72,8 +72,8 @@ def sampled(cases: Iterable[Any], sample: Iterable[Any] | int) -> list[Any]:
 class Commands(Asked):
     """Runs command lines one after the other; a context manager."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__("tests/hostile/command_server.py", folder, folder, cwd=folder)
+    def __init__(self, folder: Path, **environment: object) -> None:
+        super().__init__("tests/hostile/command_server.py", folder, folder, cwd=folder, **environment)
 
     def running(self) -> list[psutil.Process]:
         """Return the processes of the current command, for which another thread waits."""

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from tests.harness.runs import configuration
 from tests.harness.tiny_models import random_export
 from tests.hostile.commands import Commands
 from tests.hostile.generators.http_servers import quick_servers  # noqa: F401
-from tests.launcher.conftest import data, exported, shared, trained  # noqa: F401
+from tests.launcher.conftest import commands, data, exported, shared, trained  # noqa: F401
 
 BASES = {
     "itself.json": {"extends": "itself.json"},
@@ -33,18 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    """Provide the command line, from a process that has everything imported."""
-    with Commands(tmp_path_factory.mktemp("commands")) as ready:
-        yield ready
-
-
-@pytest.fixture(scope="session")
 def place(
     tmp_path_factory: pytest.TempPathFactory,
     trained: Callable[..., Path],  # noqa: F811
     data: Path,  # noqa: F811
-    commands: Commands,
+    commands: Commands,  # noqa: F811
 ) -> Path:
     """Create a folder with one of everything that verbs take; tests must not change it."""
     folder = tmp_path_factory.mktemp("place")

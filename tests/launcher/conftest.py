@@ -18,6 +18,7 @@ from longstride.launcher.output.exit_codes import WRONG_INPUT
 from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import configuration, files_under, spawn
 from tests.harness.tiny_models import random_export
+from tests.hostile.commands import Commands
 
 Make = Callable[[Path], None]
 Refusal = Callable[..., str]
@@ -149,6 +150,13 @@ def refused(
 def chunks(name: str) -> dict[str, str]:
     """Runs under ZeRO 2 and 3 compute their short contexts in chunks, as long ones are."""
     return {"CHUNK_ROWS": "24"} if name.startswith(("zero2", "zero3")) else {}
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """Runs command lines in processes that are forked from one that has everything imported."""
+    with Commands(tmp_path_factory.mktemp("commands")) as ready:
+        yield ready
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,11 @@
 """Parts of other packages: the example of docs/examples, installed, through every verb; and what is refused."""
 
+import functools
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from longstride.kernels.patterns import Local, pattern_from_json, pattern_to_jso
 from longstride.sparse_model import ModelConfig
 from tests.harness.configs import small
 from tests.harness.runs import ROOT, configuration, plain_environment
+from tests.hostile.commands import Commands
+
+Command = Callable[..., str]
 
 PACKAGE = "longstride-own-parts 0.1"
 PARTS: dict[str, Any] = {
@@ -50,26 +55,30 @@ def installed(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         del sys.modules[name]
 
 
-class User:
-    """Somebody who has Longstride, and the example package where ``packages`` is given."""
+@pytest.fixture(scope="module")
+def command(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """A function of a folder and words -> what a verb said there where the example package is installed."""
+    with Commands(tmp_path_factory.mktemp("commands"), PYTHONPATH=packages) as commands:
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        def run(folder: Path, *words: object, code: int = 0) -> str:
+            ended = commands(*words, folder=folder, seconds=120.0)
+            assert ended.code == code, ended.err
+            return ended.out + ended.err
 
-    def longstride(self, *words: object, packages: Path | None = None, code: int = 0) -> str:
-        """Run a verb, which must end with this exit code; returns what it said. The verb "rank" is train.py itself."""
-        environment = plain_environment() | ({"PYTHONPATH": str(packages)} if packages else {})
-        command = [sys.executable, "-m", "longstride.launcher.cli", *map(str, words)]
-        if words[0] == "rank":
-            command[1:4] = [str(ROOT / "launcher/train.py")]
-        ended = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, timeout=300)
-        said = (ended.stdout + ended.stderr).decode(errors="replace")
-        assert ended.returncode == code, said
-        return said
+        yield run
 
 
-def test_installed_parts_go_through_every_verb(packages: Path, tmp_path: Path) -> None:
-    user, genomes = User(tmp_path), tmp_path / "genomes"
+def in_other_python(*words: object, packages: Path, folder: Path) -> str:
+    """Return what a verb says that refuses, where these packages alone are installed beside Longstride."""
+    command = [sys.executable, "-m", "longstride.launcher.cli", *map(str, words)]
+    environment = plain_environment() | {"PYTHONPATH": str(packages)}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=300, text=True)
+    assert ended.returncode == 2 and ended.stdout == "", ended.stderr
+    return ended.stderr
+
+
+def test_installed_parts_go_through_every_verb(packages: Path, command: Command, tmp_path: Path) -> None:
+    run, genomes = functools.partial(command, tmp_path), tmp_path / "genomes"
     genomes.mkdir()
     for number in range(12):
         (genomes / f"{number}.fa").write_text(f">{number}\n" + "ACGTTGCA\nCCGATA\n" * (50 + number))
@@ -77,11 +86,9 @@ def test_installed_parts_go_through_every_verb(packages: Path, tmp_path: Path) -
     content["model"] |= PARTS
     (tmp_path / "run.json").write_text(json.dumps(content))
 
-    def run(*words: object) -> str:
-        return user.longstride(*words, packages=packages)
-
     run("data", "build", genomes, "--modality", "genome", "--output", "data")
-    run("train", "--config", "run.json", "--processes", "2", "train.steps=4")
+    run("train", "--config", "run.json", "--processes", "2", "--dry-run")
+    run("rank", "--config", "run.json", "train.steps=4")
     with (packages / "own_parts/recurrence.py").open("a") as file:
         file.write("# another version\n")
     resumed = run("rank", "--config", "run.json", "--resume", "auto")
@@ -100,13 +107,13 @@ def test_installed_parts_go_through_every_verb(packages: Path, tmp_path: Path) -
     ]
     assert all(each.startswith(f"{PACKAGE}, source ") for each in recorded.values())
 
-    refused = user.longstride("sample", "model", packages=packages, code=2)
+    refused = run("sample", "model", code=2)
     assert f'type="gated_linear": is from another package (exported with {PACKAGE})' in refused
     assert "--trust-code" in refused
     sampled = run("sample", "model", "--trust-code", "--bytes", "20", "--output", "sample.fa")
     assert "notice" not in sampled and len((tmp_path / "sample.fa").read_bytes()) == len(b">sample\n\n") + 20
     assert "bits per byte on validation" in run("evaluate", "model", "--data", "data", "--trust-code")
-    missing = user.longstride("sample", "model", "--trust-code", code=2)
+    missing = in_other_python("sample", "model", "--trust-code", packages=tmp_path, folder=tmp_path)
     assert 'model.attention[0].type="gated_recurrence": must be a pattern\'s name; nearest ' in missing
     assert missing.count(f"(exported with {PACKAGE})") == missing.count("longstride: error")
     run("rank", "--config", "run.json", "--from", "model", "--trust-code", "train.output=again", "train.steps=1")
@@ -159,8 +166,8 @@ def test_wrong_types_are_told(installed: Path, changes: dict[str, Any], line: st
         small(**changes)
 
 
-def test_schema_names_what_is_installed(packages: Path, tmp_path: Path) -> None:
-    text = User(tmp_path).longstride("config", "schema", packages=packages)
+def test_schema_names_what_is_installed(command: Command, tmp_path: Path) -> None:
+    text = command(tmp_path, "config", "schema")
     assert all(f'"{name}"' in text for name in ("gated_recurrence", "recent_blocks", "gated_linear"))
 
 
@@ -179,7 +186,7 @@ def test_modality_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     information.mkdir(parents=True)
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text("[longstride.modalities]\nmidi = other:Midi\n")
-    said = User(tmp_path).longstride("data", "build", "x", "--output", "y", packages=tmp_path / "site", code=2)
+    said = in_other_python("data", "build", "x", "--output", "y", packages=tmp_path / "site", folder=tmp_path)
     assert "error: longstride.modalities: other:Midi cannot be imported (ModuleNotFoundError" in said
     assert "Traceback" not in said
 

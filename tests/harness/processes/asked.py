@@ -16,7 +16,7 @@ from tests.hostile.generators import faults
 class Asked:
     """A server process of the same interpreter; a context manager, which kills it at the end."""
 
-    def __init__(self, script: str, folder: Path, *arguments: object, cwd: Path) -> None:
+    def __init__(self, script: str, folder: Path, *arguments: object, cwd: Path, **environment: object) -> None:
         """Start it.
 
         Args:
@@ -24,12 +24,17 @@ class Asked:
             folder: for logs of the processes.
             arguments: of the script.
             cwd: its working directory.
+            environment: variables besides those of the tests.
         """
         self._folder = folder
         self._log = (folder / "server.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, str(ROOT / script), *map(str, arguments)],
-            env=plain_environment() | {"LD_PRELOAD": str(faults.library(folder))},
+            env={
+                **plain_environment(),
+                "LD_PRELOAD": str(faults.library(folder)),
+                **{name: str(value) for name, value in environment.items()},
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,6 @@ MUON = 'train.optimizer={"type": "muon"}'
 LOSS = re.compile(
     r"took a step with one micro-batch of it, of 2: [0-9.]+ s, .*, ([0-9.]+) bits per byte$", re.MULTILINE
 )
-
-
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    with Commands(tmp_path_factory.mktemp("commands")) as ready:
-        yield ready
 
 
 @pytest.fixture
