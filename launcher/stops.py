@@ -65,6 +65,7 @@ class StopFlag:
         """End the thread and restore the signal handlers."""
         if self._signals is not None:
             self._closed = True
+            self._signals.wake()
             self._thread.join()
             self._signals.close()
             self._signals = None
@@ -138,6 +139,10 @@ class SignalPipe:
         received = os.read(self._reader, 4096) if ready else b""
         # Signals that other code handles are written to the same pipe.
         return [signal.Signals(number) for number in received if number in self._numbers]
+
+    def wake(self) -> None:
+        """End ``wait`` in another thread."""
+        os.write(self._writer, b"\0")  # no signal has this number
 
     def close(self) -> None:
         """Restore the previous handlers."""

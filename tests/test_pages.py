@@ -77,7 +77,7 @@ def test_differences_are_told() -> None:
 def test_page_does_what_it_shows(wheel: Installation, tmp_path: Path, name: str) -> None:
     """Run the page in a folder with what it names: some texts, rows, a file, and a run that extends the one before."""
     (tmp_path / "my" / "texts").mkdir(parents=True)
-    text = "".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))[:58_000]
+    text = "".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))[:30_000]
     for number in range(8):
         (tmp_path / "my" / "texts" / f"{number}.txt").write_text(text[number * 1000 :] + text[: number * 1000])
     (tmp_path / "FILE").write_text(text[:200])

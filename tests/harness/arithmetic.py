@@ -3,7 +3,8 @@
 MKL, oneDNN and torch choose their kernels by the processor, and other kernels round otherwise. Variables of the
 environment make them choose as they would elsewhere. A setting counts if it changes bits of a probe on this machine:
 ``make arithmetic`` runs the tests under every one of these, one after another. ``--second`` is for continuous
-integration: the tests run under the first one alone, without Triton's interpreter, which computes in numpy.
+integration: the tests run under the first one alone, without what does not depend on it, such as Triton's interpreter,
+which computes in numpy.
 """
 
 import hashlib
@@ -30,6 +31,16 @@ SETTINGS = (
     "ONEDNN_MAX_CPU_ISA=SSE41",
 )
 PROBE = "probe"
+SECOND = (  # Triton, tests that choose an arithmetic themselves, and files in which torch rounds nothing
+    "-k=not triton and not kernels_compile and not another_arithmetic",
+    *(f"--ignore=tests/kernels/test_{name}.py" for name in ("cache", "launch_plans", "on_a_card", "patterns", "plan")),
+    *(f"--ignore=tests/kernels/test_{name}.py" for name in ("reach", "sections")),
+    *(
+        f"--ignore=tests/sparse_model/test_{name}.py"
+        for name in ("abilities", "config", "ngrams", "refusals", "strict")
+    ),
+    "--ignore=tests/launcher/compression/test_arithmetic_coding.py",
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -54,8 +65,8 @@ def main(arguments: list[str]) -> int:
         digests[result] = setting
         print(f"arithmetic: {setting}", flush=True)
         begun = time.monotonic()
-        leave_out = ["-k", "not triton"] if only_second else []
-        code = subprocess.run([sys.executable, "-m", "pytest", *leave_out, *tests], env=environment).returncode
+        chosen = SECOND if only_second else ()
+        code = subprocess.run([sys.executable, "-m", "pytest", *chosen, *tests], env=environment).returncode
         print(f"arithmetic: {setting}: exit code {code}, {time.monotonic() - begun:.0f} s", flush=True)
         failed += [setting] * (code != 0)
         if only_second:

@@ -7,6 +7,7 @@ until it is stopped; ``<!-- needs: a cluster -->``, it is not run here, for that
 
 What is printed is compared line by line. ``…`` stands for any text in a line, and alone for any lines. Numbers are
 those of the machine that wrote the page, so any number goes where one stands; bits per byte are held to a share.
+Where a page shows none, its runs take a tenth of the steps that it names.
 """
 
 import itertools
@@ -65,7 +66,10 @@ def blocks(text: str) -> list[Block]:
 
 def run_page(page: Path, folder: Path, environment: dict[str, str], *, seconds: float = 900) -> None:
     """Run a page's blocks in a folder; AssertionError, with the line of the page, if a result differs."""
-    for block in blocks(page.read_text()):
+    content = page.read_text()
+    if not _BITS.search(content):
+        content = re.sub(r"(train\.steps=\d+)0\b", r"\1", content)
+    for block in blocks(content):
         where = f"{page.name}:{block.line}"
         if block.needs is not None:
             continue

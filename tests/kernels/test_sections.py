@@ -12,7 +12,7 @@ from tests.harness.oracles import all_patterns, mask_of
 
 CPU = torch.device("cpu")
 # Context and sections. The stride of 8 or 9 divides a section, or does not; sections are shorter than windows.
-CUT = ((48, 2), (50, 5), (24, 8))
+CUT = ((48, 2), (50, 5), (24, 6))
 EIGHT = (
     Local(30), Fixed(8, 2), Column(8), BigBird(4, 2, 1, 2, index=2), Dense(), Longformer(5, 2, 3), Summary(8, 3),
     Block(7),

@@ -90,7 +90,7 @@ def test_passes_with_nothing_but_closed_runs_take_their_own_forward_kernel(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("context", [pytest.param(64, marks=pytest.mark.campaign), 75])
+@pytest.mark.parametrize("context", [pytest.param(64, marks=pytest.mark.campaign), 43])
 def test_triton_splits_passes_over_keys(pattern: Pattern, context: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In slices of few tiles of queries, or none, whose sums are added up in order: what few keys cost a large card."""
     monkeypatch.setattr(launch_plan.Planner, "num_slices", lambda *_: 4)

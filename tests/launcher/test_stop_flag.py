@@ -120,6 +120,14 @@ def test_signal_that_comes_while_the_pipe_is_made_or_closed_is_not_lost(monkeypa
         install(signal.SIGUSR1, original)
 
 
+def test_closing_does_not_wait_for_a_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longstride.launcher.stops._POLL_SECONDS", 60.0)
+    stop, before = StopFlag(), time.monotonic()
+    stop.listen()
+    stop.close()
+    assert time.monotonic() - before < 30.0
+
+
 def test_stop_that_the_first_rank_alone_is_told_waits_until_all_have_met(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,8 @@ COMMON = (
     "train.checkpoint_every=0", "train.evaluate_every=0", "train.guards.non_finite=skip",
     f"deepspeed.gradient_clipping={CLIP}",
 )  # fmt: skip
-LAYOUTS = ["0_fp32", "0_fp16", "0_bf16", "1_bf16", "2_fp32", "2_fp16", "3_fp32", "3_fp16"]
+LAYOUTS = ["0_fp32", "1_bf16", "2_fp16", "3_fp32"]
+OTHERS = ["0_fp32", "0_fp16", "0_bf16", "2_fp32", "3_fp16"]
 
 
 def steps_of(config_file: Path, run: Path, processes: int, layout: str) -> list[dict[str, Any]]:
@@ -34,8 +35,9 @@ def steps_of(config_file: Path, run: Path, processes: int, layout: str) -> list[
     return metrics(run)[:4]
 
 
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(OTHERS, marks=pytest.mark.campaign)])
 def test_the_norm_and_the_clipped_steps_are_those_of_a_process_that_holds_everything(
-    config_file: Path, tmp_path: Path
+    layouts: list[str], config_file: Path, tmp_path: Path
 ) -> None:
     config = load_config(config_file, list(COMMON))
     torch.manual_seed(config.train.seed)
@@ -47,8 +49,8 @@ def test_the_norm_and_the_clipped_steps_are_those_of_a_process_that_holds_everyt
     without = float(torch.nn.utils.get_total_norm([g for name, g in gradients.items() if "ngrams" not in name]))
     assert expected > 1.01 * without > CLIP
     alone: list[float] = []
-    for layout in LAYOUTS:
-        lines = steps_of(config_file, tmp_path / layout, 1 if layout == LAYOUTS[0] else 2, layout)
+    for layout in layouts:
+        lines = steps_of(config_file, tmp_path / layout, 1 if layout == layouts[0] else 2, layout)
         exact = layout.endswith("fp32")
         assert lines[0]["grad_norm"] == pytest.approx(expected, rel=1e-5 if exact else 4e-3), layout
         assert [line["grad_norm"] is None for line in lines] == [False, False, True, False], layout
