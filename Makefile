@@ -44,12 +44,12 @@ hostile: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "hostile and not campaign" tests/hostile
 
 # Exports, data, metrics and the server under packages that others wrote; docs/clients.md has the table that it makes.
-clients: $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --editable ".[clients]"
+clients: $(VENV)/.installed-clients
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m clients -p tests.harness.clients
 
-# After `clients`, exported models under the oldest packages that the extras of setup.py allow.
-clients-oldest: clients
+# Exported models under the oldest packages that the extras of setup.py allow; `clients` brings its own back.
+clients-oldest: $(VENV)/.installed-clients
+	rm $<
 	$(BIN)/python -m pip install --quiet transformers==5.23.0 onnx==1.19.0 onnxscript==0.7.0 onnxruntime==1.22.0
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m clients \
 		tests/clients/test_generate.py tests/clients/test_hub_model.py tests/clients/test_peft.py \
@@ -85,6 +85,10 @@ $(VENV)/.installed: setup.py pyproject.toml $(wildcard locks/*.txt)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "pip>=23.1" # an older one gives DeepSpeed's scripts no interpreter
 	$(BIN)/python -m pip install --quiet --constraint $(LOCK) --editable .
+	touch $@
+
+$(VENV)/.installed-clients: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --editable ".[clients]"
 	touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed
