@@ -27,8 +27,8 @@ VALUES = "blocks.0.feed_forward.values.rows"
 def test_a_memory_goes_through_every_layout(config_file: Path, tmp_path: Path, capsys: Any) -> None:
     """Clipped losses in fp32 are those of one process; values are parameters wherever tensors have names."""
     run, model = tmp_path / "run", tmp_path / "model"
-    trained, drawn = train_through(config_file, run, MEMORY, LEGS, 3)
-    checkpoint = open_checkpoint(run, 8)
+    trained, drawn = train_through(config_file, run, MEMORY, LEGS, 2)
+    checkpoint = open_checkpoint(run, 6)
     names = [name for name, _ in SparseTransformer(checkpoint.config.model).named_parameters()]
     for tensors in (trained, drawn, master_weights(checkpoint, AVERAGE)):
         assert sorted(tensors) == sorted(names)
