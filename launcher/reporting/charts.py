@@ -36,8 +36,10 @@ _CHARTS = (  # title, unit, measure, whether it is smoothed, whether its scale i
     ("MFU", "% of the peak, by visited tiles", "mfu", True, False),
     ("MFU of dense attention", "% of the peak, as if all pairs were computed", "mfu_dense_equivalent", True, False),
     ("Peak memory", "GiB, first process", "peak_memory_bytes", False, False),
+    ("Indexer's loss", "nats, mean of layers", "indexer_kl", False, None),
+    ("Indexer's choice", "% of dense attention's weights, mean of layers", "indexer_mass", False, False),
 )
-_FACTORS = {"mfu": 100, "mfu_dense_equivalent": 100, "peak_memory_bytes": 2**-30}
+_FACTORS = {"mfu": 100, "mfu_dense_equivalent": 100, "peak_memory_bytes": 2**-30, "indexer_mass": 100}
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,7 @@ def curves(runs: Sequence[PageRun]) -> str:
     for title, unit, measure, is_smoothed, log in _CHARTS:
         lines = []
         for run in runs:
-            series = run.record.train.get(measure)
+            series = (run.record.train | run.record.layers).get(measure)
             if series is None or (measure == "loss_scale" and (series.values == 1.0).all()):  # nothing scales the loss
                 continue
             series = Series(series.steps, series.values * _FACTORS.get(measure, 1))

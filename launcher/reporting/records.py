@@ -38,6 +38,7 @@ MEASURES = (  # of a training line, without its loss
     "peak_memory_bytes",
     "content",
 )
+LAYER_MEASURES = ("indexer_kl", "indexer_mass")  # of an evaluation: a list by layer, of which the mean is shown
 MOST_EVENTS = 200  # of a run on a page
 _MOST_NAME_CHARACTERS = 100  # of a split
 _MOST_SPLITS = 8
@@ -96,6 +97,7 @@ class RunHistory:
     train_split: str = "train"
     train: dict[str, Series] = field(default_factory=dict)  # by measure; the loss as "bits"
     evaluations: dict[str, Series] = field(default_factory=dict)  # bits by split
+    layers: dict[str, Series] = field(default_factory=dict)  # means over layers, by measure
     events: list[Event] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)  # about lines and files that could not be read
     config: dict[str, Any] = field(default_factory=dict)
@@ -160,6 +162,7 @@ def _read_lines(record: RunHistory) -> int:
     """Fill in the curves and events; return the number of lines."""
     steps, columns = array("q"), {name: array("d") for name in ("bits", *MEASURES)}
     evaluations: dict[str, dict[int, float]] = {}
+    means: dict[str, dict[int, float]] = {name: {} for name in LAYER_MEASURES}
     num_lines, num_refused, skipped, longest = 0, 0, 0.0, 0.0
     replaced: list[Event] = []
     for line in metrics_file.read_lines(record.folder):
@@ -172,6 +175,10 @@ def _read_lines(record: RunHistory) -> int:
         if not metrics_file.is_step(line):
             if len(evaluations) < _MOST_SPLITS or split in evaluations:
                 evaluations.setdefault(split, {})[step] = _number(bits)
+            for name in LAYER_MEASURES:
+                if isinstance(values := line.get(name), list):
+                    finite = [value for value in map(_number, values) if math.isfinite(value)]
+                    means[name][step] = sum(finite) / len(finite) if finite else math.nan
             continue
         record.train_split = split
         steps.append(step)
@@ -203,10 +210,11 @@ def _read_lines(record: RunHistory) -> int:
         values = np.asarray(column)[order]
         if (finite := np.isfinite(values)).any():
             record.train[name] = Series(np.asarray(steps)[order][finite], values[finite])
-    for split, by_step in evaluations.items():
-        pairs = sorted((step, bits) for step, bits in by_step.items() if math.isfinite(bits))
-        if pairs:
-            record.evaluations[split] = Series(*(np.asarray(column) for column in zip(*pairs, strict=True)))
+    for curves, by_name in ((record.evaluations, evaluations), (record.layers, means)):
+        for name, by_step in by_name.items():
+            pairs = sorted((step, value) for step, value in by_step.items() if math.isfinite(value))
+            if pairs:
+                curves[name] = Series(*(np.asarray(column) for column in zip(*pairs, strict=True)))
     return num_lines
 
 

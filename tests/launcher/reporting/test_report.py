@@ -85,6 +85,20 @@ def report(output: Path, *words: object) -> str:
     return output.read_text()
 
 
+def test_what_evaluations_measure_of_layers_has_charts_of_its_mean(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    measures = {"indexer_kl": [0.5, None, 0.1], "indexer_mass": [0.25, None, 0.5]}
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, more in ((31, measures), (32, {"indexer_kl": [None], "indexer_mass": "much"})):
+            file.write(json.dumps(evaluation_line(step, 1.5, **more)) + "\n")
+    layers = read_run(run).layers
+    assert {name: (series.steps.tolist(), series.values.tolist()) for name, series in layers.items()} == {
+        "indexer_kl": ([31], [0.3]), "indexer_mass": ([31], [0.375]),
+    }  # fmt: skip
+    page = Page(report(tmp_path / "report.html", run, "--quick"))
+    assert "Indexer's loss" in page.text and "Indexer's choice" in page.text
+
+
 @pytest.mark.parametrize("name", ["zero1_fp16", "zero3_bf16"])
 def test_run_of_older_code_has_every_part(name: str, tmp_path: Path) -> None:
     run = Path(shutil.copytree(OLD / name, tmp_path / name))
