@@ -136,6 +136,9 @@ class RunConfig(StrictModel):
             raise ConfigError.at(
                 "train.optimizer.type", "adafactor", f"{rule}adamw, or deepspeed zero0_{self.precision}"
             )
+        if self.train.compile and self.train.trained_parts and self.zero_stage == 3:
+            rule = "computes gradients of complete blocks under ZeRO 3, but a stage trains one part alone; give false"
+            raise ConfigError.at("train.compile", True, rule)
         if self.train.expert_parallel is not None:
             self._check_experts(self.train.expert_parallel)
         self.stages()  # raises

@@ -187,7 +187,7 @@ class Trainer:
             return
         self._stage, engine = stage, self._engine
         enter_stage(stage, engine, self._guards)
-        self._utilization.begin(stage.config)
+        self._utilization.begin(stage.config, has_backward=stage.trained is None)
         if len(self._stages) > 1:
             number, batch = self._stages.index(stage) + 1, stage.config.train.global_batch
             contexts = f"{batch:,} contexts of {stage.context:,} a step"

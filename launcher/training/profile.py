@@ -185,14 +185,15 @@ _ENOUGH_SECONDS = 0.1  # of products, after which no others are tried
 _TRIES = 5  # of each size
 
 
-def context_work(config: ModelConfig, like: torch.Tensor | None = None) -> int:
-    """Count the operations of one context: 3 × (linear layers + attention) + the selection of keys.
+def context_work(config: ModelConfig, like: torch.Tensor | None = None, passes: int = 3) -> int:
+    """Count the operations of one context: ``passes`` × (linear layers + attention) + the selection of keys.
 
     Attention counts the pairs that kernels visit for tensors like ``like``, or without it the pairs of the patterns.
+    A backward pass counts as two.
     """
     model: Any
     model, counts = SparseTransformer.of_each_kind(config)
-    total = 3 * model.logits.work(config.objective.num_predicted(config.context), 1).linear
+    total = passes * model.logits.work(config.objective.num_predicted(config.context), 1).linear
     for block, count in zip(model.blocks, counts.values(), strict=True):
         work, attention = model.block_work(block, 1), 0
         if work.pairs:
@@ -200,7 +201,7 @@ def context_work(config: ModelConfig, like: torch.Tensor | None = None) -> int:
             if like is not None and config.objective.in_order:
                 visited = block.attention.visited_pairs(config.context, like) or visited
             attention = (work.scores + work.values) * visited // work.pairs
-        total += count * (3 * (work.linear + attention) + work.choosing)
+        total += count * (passes * (work.linear + attention) + work.choosing)
     return total
 
 
@@ -216,12 +217,16 @@ class Utilization:
             local_peak = measure_peak(device, DTYPES[config.precision])
         self.peak = sum(ranks.gather_objects(local_peak))  # operations per second of all devices
 
-    def begin(self, config: RunConfig) -> None:
-        """Count the floating-point operations of a step by all processes together, for the steps of a stage."""
+    def begin(self, config: RunConfig, has_backward: bool = True) -> None:
+        """Count the floating-point operations of a step by all processes together, for the steps of a stage.
+
+        Without ``has_backward`` no gradient runs through the network.
+        """
         like = torch.empty(0, device=self._device, dtype=DTYPES[config.precision])
-        model, contexts = config.model, config.train.global_batch
-        self.visited = contexts * context_work(model, like)  # all pairs in the tiles that kernels visit
-        self.dense = contexts * context_work(model.model_copy(update={"attention": model.objective.dense}))
+        model, contexts, passes = config.model, config.train.global_batch, 3 if has_backward else 1
+        dense = model.model_copy(update={"attention": model.objective.dense})
+        self.visited = contexts * context_work(model, like, passes)  # all pairs in the tiles that kernels visit
+        self.dense = contexts * context_work(dense, passes=passes)
 
     def fields(self, seconds: float) -> dict[str, float]:
         """Return the fields of metrics.jsonl for a step of so many seconds."""

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from longstride.kernels import ConfigError
 from longstride.launcher.checkpoints import SavedState, open_checkpoint
 from longstride.launcher.config import RunConfig, load_config
 from longstride.launcher.data.run_data import TrainingData
 from longstride.launcher.engine import rate_change
 from longstride.launcher.engine.optimizer import rate_factor
+from longstride.launcher.models import AVERAGE
 from longstride.launcher.ranks.processes import Ranks
 from longstride.sparse_model import SparseTransformer
 from tests.harness.runs import complete, configuration, metrics
@@ -51,6 +53,8 @@ def test_a_stage_changes_its_part_alone_and_resumes(name: str, resumed: Resumed)
         if parameter in before.shapes:
             kinds = tuple(kind for kind in kinds if before.has(parameter, kind))
             assert (before.moments_of(parameter) == after.moments_of(parameter)) or not is_kept
+            if not before.has(parameter, AVERAGE):  # of a parameter that has never moved
+                assert torch.equal(before.tensor(parameter, AVERAGE), before.tensor(parameter))
         equal = [torch.equal(before.tensor(parameter, kind), after.tensor(parameter, kind)) for kind in kinds]
         assert all(equal) if is_kept else not any(equal), parameter
     for table in before.tables.shapes:  # with their moments and counts
@@ -92,6 +96,15 @@ def test_the_stage_differentiates_the_loss_of_its_part(data: Path, tmp_path: Pat
     assert step["loss_nats"] == pytest.approx(output.rows.double().mean().item(), rel=1e-5)  # sums of 512 fp32 terms
     norm = torch.nn.utils.get_total_norm(gradients.values()).item()
     assert step["grad_norm"] == pytest.approx(norm, rel=1e-4)  # and of matrix products
+
+
+def test_compiled_blocks_under_zero_3_are_refused(tmp_path: Path) -> None:
+    content = configuration(tmp_path, tmp_path / "run")
+    content["deepspeed"] = {"zero_optimization": {"stage": 3}}
+    content["train"] |= {"compile": True, "context_schedule": [{"context": 64, "steps": 3, "trained": "norms"}]}
+    content["train"]["context_schedule"].append({"context": 64})
+    with pytest.raises(ConfigError, match=r"train\.compile=true: computes gradients of complete blocks under ZeRO 3"):
+        RunConfig.model_validate(content)
 
 
 def test_a_stage_has_its_own_highest_rate(tmp_path: Path) -> None:
