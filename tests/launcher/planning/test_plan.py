@@ -170,9 +170,9 @@ def test_device_that_contradicts_the_configuration_is_refused(refusal: Refusal) 
 
 def test_plan_needs_no_deepspeed_and_writes_nothing(tmp_path: Path) -> None:
     code = "import sys; sys.modules['deepspeed'] = None\nfrom longstride.launcher.cli import main\nsys.exit(main())"
-    command = [sys.executable, "-c", code, "plan", "paper_small"]
+    command = [sys.executable, "-c", code, "plan", "paper_small", "model.layers=1"]
     environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("parameters  864,128, ") and ended.stderr == ""
+    assert ended.stdout.startswith("parameters  269,312, ") and ended.stderr == ""
     assert not files_under(tmp_path)
