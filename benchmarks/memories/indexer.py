@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ PARTS = ("choosing", "forward", "backward", "loss")
 class Inputs(NamedTuple):
     """Leaves: of the indexer (1, N, J, I), (1, N, I), (1, N, J), and queries, keys and values (1, H, N, D)."""
 
-    index: tuple[Tensor, Tensor, Tensor]
+    indexer: tuple[Tensor, Tensor, Tensor]
     heads: tuple[Tensor, Tensor, Tensor]
 
     @classmethod
@@ -39,21 +40,21 @@ class Inputs(NamedTuple):
         def leaves(*shapes: tuple[int, ...]) -> Any:
             return tuple(torch.randn(1, *shape, generator=generator, requires_grad=True) for shape in shapes)
 
-        index = (context, INDEX_HEADS, INDEX_WIDTH), (context, INDEX_WIDTH), (context, INDEX_HEADS)
-        return cls(leaves(*index), leaves(*[(HEADS, context, WIDTH)] * 3))
+        indexer = (context, INDEX_HEADS, INDEX_WIDTH), (context, INDEX_WIDTH), (context, INDEX_HEADS)
+        return cls(leaves(*indexer), leaves(*[(HEADS, context, WIDTH)] * 3))
 
 
 def indexed(inputs: Inputs, block: int) -> dict[str, float]:
     """Return the seconds of each part of a training step of attention."""
     times = [time.process_time()]
     window = min(WINDOW, KEYS - block + 1)
-    numbers = choose_keys(*inputs.index, count=KEYS // block, block=block, window=window)
+    numbers = choose_keys(*inputs.indexer, count=KEYS // block, block=block, window=window)
     times.append(time.process_time())
     out, target = indexed_attention(*inputs.heads, numbers, block=block, return_weights=True)
     times.append(time.process_time())
     out.backward(out.detach())
     times.append(time.process_time())
-    indexer_loss(*inputs.index, inputs.heads[:2], numbers=numbers, block=block, target=target).backward()
+    indexer_loss(*inputs.indexer, inputs.heads[:2], numbers=numbers, block=block, target=target).backward()
     times.append(time.process_time())
     return {part: end - begin for part, begin, end in zip(PARTS, times[:-1], times[1:], strict=True)}
 
@@ -80,7 +81,7 @@ def measured(context: int, blocks: list[int], rounds: int) -> list[dict[str, Any
         best = min(seconds, key=lambda parts: sum(parts.values()))
         row = {"context": context, "block": block} | {part: rounded(value) for part, value in best.items()}
         row |= {"dense": rounded(min(of_dense)), "ratio": rounded(sum(best.values()) / min(of_dense))}
-        rows.append(row | {"peak_bytes": most_held(lambda block=block: indexed(inputs, block))})
+        rows.append(row | {"peak_bytes": most_held(partial(indexed, inputs, block))})
     return rows
 
 
