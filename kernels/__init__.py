@@ -2,8 +2,8 @@
 
 Patterns are in ``longstride.kernels.patterns``. If the data decide what a query reads, use
 ``selected_attention(q, k, v, selection)`` with ``longstride.kernels.selections``, and ``attend_listed`` for one query
-at a time. Recurrences are in ``longstride.kernels.recurrences``. All packages raise ``ConfigError`` for mistakes in a
-configuration.
+at a time. Attention by an indexer is in ``longstride.kernels.indexed``, recurrences in
+``longstride.kernels.recurrences``. All packages raise ``ConfigError`` for mistakes in a configuration.
 """
 
 import longstride

@@ -21,7 +21,7 @@ PACKAGES = {
 ORDER = {
     "kernels": [
         "errors", "registry", "cache", "forms", "patterns", "plan", "selections", "backends", "op", "attention",
-        "selected", "decoding", "recurrences",
+        "selected", "indexed", "decoding", "recurrences",
     ],
     "sparse_model": [
         "strict", "network", "objectives", "tiles", "division", "rotary", "part", "norm", "ngrams", "mixers",
@@ -39,7 +39,7 @@ ORDER = {
 }  # fmt: skip
 # Packages that others import by their `__init__.py`, and the subpackages that have public names of their own. The other
 # packages are imported by subpackage.
-ONE_INTERFACE = {"kernels": {"patterns", "recurrences", "registry", "selections"}, "sparse_model": set()}
+ONE_INTERFACE = {"kernels": {"indexed", "patterns", "recurrences", "registry", "selections"}, "sparse_model": set()}
 # Where a package may be imported; elsewhere it must not be.
 ONLY_IN = {
     "deepspeed": ["launcher"],

@@ -70,11 +70,11 @@ class IndexedConfig(AttentionConfig, StrictModel):
 
 
 class Index(NamedTuple):
-    """What the indexer makes of rows."""
+    """The projections of an indexer for rows at n positions."""
 
-    q: Tensor  # (B, N, J, I)
-    k: Tensor  # (B, N, I)
-    weights: Tensor  # (B, N, J)
+    q: Tensor  # (B, n, J, I)
+    k: Tensor  # (B, n, I)
+    weights: Tensor  # (B, n, J)
 
 
 class Indexer(Part):
