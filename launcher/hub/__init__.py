@@ -1,7 +1,7 @@
 """Exported models and the tokenizer as classes of transformers. Needs transformers, but no deepspeed.
 
 The stub in an export imports the classes from here. ``register()`` lets transformers load an export without that stub.
-``register_attention()`` offers our attention to the models of transformers.
+``register_attention()`` offers our attention to the models of transformers, and ``add_indexers()`` makes theirs sparse.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from longstride.launcher.hub.attention import register_attention
 from longstride.launcher.hub.causal import LongstrideForCausalLM
 from longstride.launcher.hub.configuration import LongstrideConfig
+from longstride.launcher.hub.indexers import add_indexers, load_indexers, sum_indexer_losses
 from longstride.launcher.hub.masked import LongstrideForMaskedLM, LongstrideModel
 from longstride.launcher.hub.tokenizer import LongstrideTokenizer
 

@@ -8,7 +8,7 @@ Letters: B batch, H heads of queries, K heads of keys, M queries, N keys, D head
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -166,16 +166,7 @@ def attend(
     Raises:
         ConfigError: an option is not supported, or the configuration has no pattern.
     """
-    if dropout:
-        raise _error("attention dropout", "weights are not dropped; set the model's attention dropout to 0", dropout)
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        rule = f"patterns are causal; give {type(module).__name__} another attn_implementation"
-        raise _error("is_causal", rule, False)
-    for name, reason in UNSUPPORTED.items():
-        option = options.get(name)
-        if option is not None and option is not False:
-            shown = option if isinstance(option, int | float) else ...
-            raise _error(name, f"{reason}; give another attn_implementation", shown)
+    refuse_unsupported(module, dropout, is_causal, options)
     count = key.shape[2]
     documents = Documents.of_mask(attention_mask, query.shape[2], count)
     windows = [size for size in (sliding_window, documents.window) if size is not None and size < count]
@@ -188,6 +179,20 @@ def attend(
     else:
         out = _attend_by_document(query, key, value, pattern, documents.starts, documents.first_query, scaling)
     return out.transpose(1, 2).contiguous(), None
+
+
+def refuse_unsupported(module: Any, dropout: float, is_causal: bool | None, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what transformers asks of attention and ours does not support."""
+    if dropout:
+        raise _error("attention dropout", "weights are not dropped; set the model's attention dropout to 0", dropout)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        rule = f"patterns are causal; give {type(module).__name__} another attn_implementation"
+        raise _error("is_causal", rule, False)
+    for name, reason in UNSUPPORTED.items():
+        option = options.get(name)
+        if option is not None and option is not False:
+            shown = option if isinstance(option, int | float) else ...
+            raise _error(name, f"{reason}; give another attn_implementation", shown)
 
 
 def _attend_by_document(
