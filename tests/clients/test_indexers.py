@@ -70,7 +70,7 @@ def scores_of(index: Any) -> Tensor:
     "`add_indexers` in Llama and Qwen3, all keys or few",
     "sdpa's logits and gradients under the chosen keys' mask, within 1e-12 in fp64",
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "GPTNeoXConfig", "GPT2Config", "MistralConfig"])
 def test_all_keys_are_dense_attention(name: str) -> None:
     inputs = tokens(2, LENGTH)
     assert_rounded(with_indexers(name, LENGTH)(inputs).logits, build(name, "sdpa")(inputs).logits)
