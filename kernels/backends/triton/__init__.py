@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it imports triton
     from longstride.kernels.backends.triton.launch_plan import LaunchPlan
 
 WIDEST = 256  # largest head width
-OLDEST_CAPABILITY = (8, 0)
+_OLDEST_CAPABILITY = (8, 0)
 ALIGNMENT = 16  # bytes; triton compiles another kernel for addresses that are not multiples of it
 
 PLANS: BoundedCache[LaunchPlan] = BoundedCache()
@@ -52,7 +52,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return "CPU tensors need Triton's interpreter: set TRITON_INTERPRET=1 before the program starts"
     if q.dtype == torch.float64:
         return "fp64 runs in Triton's interpreter alone"
-    if not torch.version.hip and torch.cuda.get_device_capability(q.device) < OLDEST_CAPABILITY:
+    if not torch.version.hip and torch.cuda.get_device_capability(q.device) < _OLDEST_CAPABILITY:
         return "the card's compute capability is below 8.0"
     return None
 
