@@ -285,7 +285,7 @@ def _layout_keys(config: RunConfig) -> tuple[object, ...]:
     zero, accumulation = section.get("zero_optimization", {}), section.get("data_types", {}).get("grad_accum_dtype")
     orders = [zero.get(key) or None for key in ("round_robin_gradients", "parameter_alignment", "sub_group_size")]
     optimizer = train.optimizer and train.optimizer.type
-    groups = train.sequence_parallel, train.expert_parallel
+    groups = train.sequence_parallel, train.expert_parallel, train.trained_parts
     return (config.zero_stage, config.precision, *groups, optimizer, accumulation, *orders)
 
 
