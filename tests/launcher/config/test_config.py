@@ -43,6 +43,10 @@ def refused(path: Path, *overrides: str) -> list[str]:
             'train.optimizer={"type": "muon", "rates": {"matrix": 1}}',
             "train.optimizer.rates.matrix: unknown key; nearest matrices",
         ),
+        (
+            'model.attention={"type": "indexed", "keys": 8, "blok": 2}',
+            "model.attention.blok: unknown key; nearest block",
+        ),
         ("train.final_learning_rate=1", "train.final_learning_rate=1.0: must be at most learning_rate 0.003"),
         ("train.global_batch=7", "train.global_batch=7: must be a multiple of micro_batch 2; nearest 6, 8"),
         ("model.contxt=64", "model.contxt: unknown key; nearest context"),
