@@ -56,9 +56,24 @@ def choose_keys(
         (B, n, T) int32 in any order, T at most ``count``; -1 where a query has fewer blocks. With ``starts`` these are
         the positions of all their keys, T at most ``count`` · L.
     """
-    rows, context = q.shape[1], k.shape[1]
-    blocks = -(-context // block)
-    numbers = q.new_full((len(q), rows, min(count, blocks)), -1, dtype=torch.int32)
+    return _choose_keys(q.detach(), k.detach(), weights.detach(), count, block, window, starts, backend, first)
+
+
+# Opaque operations for torch.compile and plans, as they walk through tiles.
+@torch.library.custom_op("longstride::choose_keys", mutates_args=())
+def _choose_keys(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    count: int,
+    block: int,
+    window: int,
+    starts: Tensor | None,
+    backend: str,
+    first: int,
+) -> Tensor:
+    rows = q.shape[1]
+    numbers = q.new_full((len(q), rows, min(count, -(-k.shape[1] // block))), -1, dtype=torch.int32)
     for entry, some, columns in tiles(len(q), rows, q.shape[2], first, q.device):
         scores = index_scores(q[entry, some], k[entry, :columns], weights[entry, some], first + some.start, backend)
         position = torch.arange(columns, device=q.device)
@@ -81,12 +96,17 @@ def choose_keys(
     return numbers
 
 
+@_choose_keys.register_fake
+def _(q: Tensor, k: Tensor, _: Tensor, count: int, block: int, __: int, starts: Tensor | None, *___: Any) -> Tensor:
+    listed = min(count, -(-k.shape[1] // block)) * (1 if starts is None else block)
+    return q.new_empty((*q.shape[:2], listed), dtype=torch.int32)
+
+
 def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int, backend: str = "auto") -> Tensor:
     """Return Σ_j w_j · ReLU(q_j · k) of queries (n, J, I) from position ``first`` on: (n, first + n) fp32.
 
     That of a later key is -inf.
     """
-    q, k, weights = q.detach(), k.detach(), weights.detach()
     if choose_backend(backend, BACKENDS, (q, q, q), ADVICE) == "triton":
         return triton.index_scores(q[None], k[None], weights[None], first)[0].float()
     wide = accumulator_dtype(q.dtype)
@@ -182,7 +202,6 @@ def indexed_attention(
     return (out, weights.detach()) if return_weights else out
 
 
-# Opaque operations for torch.compile and plans, as they walk through tiles.
 @torch.library.custom_op("longstride::indexed_attention", mutates_args=())
 def _indexed_attention(
     q: Tensor,
