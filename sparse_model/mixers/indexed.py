@@ -45,7 +45,7 @@ class IndexedConfig(AttentionConfig, StrictModel):
     )
     index_heads: Annotated[int, POSITIVE] = Field(default=4, description="heads of the indexer")
     index_width: Annotated[int, POSITIVE] = Field(default=32, description="channels of each; even with rotary")
-    loss_weight: float = Field(default=1.0, ge=0, description="factor of the indexer's loss")
+    loss_weight: float = Field(default=1.0, ge=0, description="factor of the indexer's loss; 0: it does not learn")
     key_value_heads: KeyValueHeads = None
 
     def check(self, network: NetworkConfig, context: int) -> None:
@@ -145,19 +145,19 @@ class IndexedAttention(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, index: Index, starts: Tensor | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Attend over whole contexts: rows (B, H, N, Dv), and in training the loss of the indexer."""
-        loss, backend = None, self.backend
+        loss, backend, learns = None, self.backend, self.training and self.config.loss_weight > 0
         if q.shape[2] <= self.config.keys:
             patterns = (Dense(),) * self.heads
             if starts is None:
                 rows = sparse_attention(q, k, v, patterns, backend=backend)
             else:
                 rows = selected_attention(q, k, v, within_documents(patterns, starts), backend=backend)
-            if self.training:
+            if learns:
                 loss = indexer_loss(*index, (q, k), starts=starts, real=real)
         else:
             numbers, block = self.choose(index, starts), self.config.block if starts is None else 1
-            rows = indexed_attention(q, k, v, numbers, block=block, backend=backend, return_weights=self.training)
-            if self.training:
+            rows = indexed_attention(q, k, v, numbers, block=block, backend=backend, return_weights=learns)
+            if learns:
                 rows, weights = rows
                 loss = indexer_loss(*index, (q, k), numbers=numbers, block=block, target=weights, real=real)
         return rows, None if loss is None else loss.float() * self.config.loss_weight

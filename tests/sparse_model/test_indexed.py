@@ -71,6 +71,7 @@ def test_loss_weight_scales_the_loss_alone() -> None:
     same, third = losses(model_of({**INDEXED, "loss_weight": 0.25}), tokens)
     assert torch.equal(nats, same)
     torch.testing.assert_close(third, loss / 4)
+    assert losses(model_of({**INDEXED, "loss_weight": 0}), tokens)[1] is None
 
 
 def test_documents_choose_within_themselves() -> None:
