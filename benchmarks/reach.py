@@ -20,6 +20,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     versions = [path.name for path in version_folders()]
     open_rows(options, "reach", about(best_device()) | {"threads": 1, "versions": versions})
+    os.environ["OMP_NUM_THREADS"] = "1"  # of libraries that torch.set_num_threads does not reach
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.parallel, processes, torch.set_num_threads, (1,)) as pool:
         units = itertools.product(range(options.seeds), options.tasks)
