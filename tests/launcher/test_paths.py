@@ -29,7 +29,8 @@ NO_PATHS = {
 }  # fmt: skip
 NO_PATH_KEYS = {
     "$schema", "extends", "deepspeed", "notes", "data.extension", "data.modality", "data.train_split",
-    "data.validation_split", "model.order", "train.samples.prompt",
+    "data.validation_split", "model.order", "train.context_schedule.trained",
+    "train.samples.prompt",
 }  # fmt: skip  # `extends` has a test of its own; an editor alone reads `$schema`
 
 
