@@ -90,3 +90,14 @@ def test_pairs_are_those_that_are_read() -> None:
     weights = mixer.weights(h)(torch.arange(39), 1)
     torch.testing.assert_close(weights.sum(-1), torch.ones(39, dtype=torch.float64))
     assert not weights[~reads].any()
+
+
+@pytest.mark.parametrize("changes", [{}, {"block": 1, "window": 3}, {"keys": 40}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bit_of_a_row_depends_on_later_tokens(changes: dict[str, int], dtype: torch.dtype) -> None:
+    model, tokens = model_of({**INDEXED, **changes}, rotary={}).to(dtype).eval(), torch.randint(256, (2, 40))
+    before = model(tokens)
+    for position in (1, 13, 24, 39):
+        after = model(torch.cat([tokens[:, :position], (tokens[:, position:] + 1) % 256], 1))
+        assert torch.equal(after[:, : position + 1], before[:, : position + 1])
+        assert not torch.equal(after, before) or position == 39
