@@ -158,7 +158,8 @@ part_1() {
   fi
   tests small-contexts 200 "${workers[@]}" tests/kernels/test_conformance.py tests/kernels/test_triton_attention.py \
     tests/kernels/test_selections.py tests/kernels/test_triton_selections.py tests/kernels/test_grouped_heads.py \
-    tests/kernels/test_nonfinite.py tests/kernels/test_decoding.py -k triton
+    tests/kernels/test_nonfinite.py tests/kernels/test_decoding.py tests/kernels/test_triton_delta.py \
+    tests/kernels/test_triton_indexed.py -k triton
 }
 part_2() {
   local options=(--time-limit $((SESSION - SECONDS < 520 ? SESSION - SECONDS - 60 : 460)))

@@ -50,7 +50,7 @@ def choose_keys(
         block: L.
         window: at least 1, the query's own position counted; at most the positions that ``count`` blocks surely have.
         starts: (B, n) int64, the first position whose key each query may read, from which its blocks are counted.
-        backend: as of attention; only triton computes scores otherwise.
+        backend: as of attention; triton has a kernel for the scores.
 
     Returns:
         (B, n, T) int32 in any order, T at most ``count``; -1 where a query has fewer blocks. With ``starts`` these are
@@ -87,7 +87,7 @@ def _choose_keys(
             scores = scores.gather(1, shifted.clamp_max(columns - 1)).masked_fill_(shifted >= columns, -torch.inf)
         if block > 1:
             scores = F.pad(scores, (0, -columns % block), value=-torch.inf).unflatten(1, (-1, block)).amax(-1)
-        chosen = highest(scores, min(count, scores.shape[1]))
+        chosen = last_highest(scores, min(count, scores.shape[1]))
         numbers[entry, some, : chosen.shape[1]] = chosen
     if block > 1 and starts is not None:
         places = torch.arange(first, first + rows, device=q.device) - starts
@@ -118,7 +118,7 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int, backend: str
     return scores
 
 
-def highest(scores: Tensor, count: int) -> Tensor:
+def last_highest(scores: Tensor, count: int) -> Tensor:
     """Return the places of the ``count`` highest of scores (…, W) fp32, the later of equal ones; -1 for one of -inf.
 
     Returns:

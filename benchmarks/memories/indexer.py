@@ -79,7 +79,9 @@ def measured(context: int, blocks: list[int], rounds: int) -> list[dict[str, Any
     rows = []
     for block, seconds in found.items():
         best = min(seconds, key=lambda parts: sum(parts.values()))
-        row = {"context": context, "block": block} | {part: rounded(value) for part, value in best.items()}
+        row = {"context": context, "block": block, "rounds": rounds} | {
+            part: rounded(value) for part, value in best.items()
+        }
         row |= {"dense": rounded(min(of_dense)), "ratio": rounded(sum(best.values()) / min(of_dense))}
         rows.append(row | {"peak_bytes": most_held(partial(indexed, inputs, block))})
     return rows
@@ -112,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(parser, arguments, "indexer")
     torch.set_num_threads(1)
     rows = [row for context in options.contexts for row in measured(context, options.blocks, options.rounds)]
-    result = about(torch.device("cpu")) | {"threads": 1, "rounds": options.rounds, "keys": KEYS, "rows": rows}
+    result = about(torch.device("cpu")) | {"threads": 1, "keys": KEYS, "rows": rows}
     write_result(options, result)
     print(table(result))
     return 0

@@ -285,7 +285,8 @@ class Attention(Mixer):
 
         For heads whose keys depend on the data, this is ``num_pairs``.
         """
-        if (type(self).attend, type(self).attend_in) != (Attention.attend, Attention.attend_in):
+        chooses = (type(self).attend, type(self).attend_in) != (Attention.attend, Attention.attend_in)
+        if chooses or not self.patterns:
             return self.num_pairs(positions)
         rows, counts = like.new_empty(0, self.widths[0] // self.heads), Counter(self.patterns)
         return sum(count * num_pairs(pattern, positions, rows, self.backend) for pattern, count in counts.items())

@@ -20,6 +20,7 @@ from longstride.kernels.patterns import Dense, Pattern
 from longstride.kernels.selections import listed_positions, within_documents
 from longstride.sparse_model.mixers.attention import NOT_FLEX, Attention, AttentionConfig, KeyValueHeads
 from longstride.sparse_model.mixers.cache import Rows
+from longstride.sparse_model.mixers.moba import pairs_of_head
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import PLAIN, BlockContext, MixerOutput, Part, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary
@@ -177,15 +178,7 @@ class IndexedAttention(Attention):
 
     def num_pairs(self, positions: int) -> int:
         """Count the pairs, which do not depend on the choice: a query with fewer keys before it reads all of them."""
-        block, count = self.config.block, self.config.keys // self.config.block
-        full, rest = divmod(positions, block)
-        growing = min(full, count)  # blocks whose queries read all blocks before them
-        earlier = growing * (growing - 1) // 2 + (full - growing) * (count - 1)
-        pairs = earlier * block**2 + full * block * (block + 1) // 2
-        return self.heads * (pairs + min(full, count - 1) * block * rest + rest * (rest + 1) // 2)
-
-    def visited_pairs(self, positions: int, like: Tensor) -> int:
-        return self.num_pairs(positions)
+        return self.heads * pairs_of_head(positions, self.config.block, self.config.keys // self.config.block)
 
     def work(self, positions: int, batch: int) -> Work:
         indexer = self.indexer

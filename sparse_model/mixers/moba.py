@@ -162,9 +162,11 @@ def highest(scores: Tensor, count: int) -> Tensor:
 
 def pairs_of_head(positions: int, block: int, top: int) -> int:
     """Count the pairs of one head whose queries read their block and at most ``top`` - 1 blocks before it."""
-    sizes = [min(block, positions - first) for first in range(0, positions, block)]
-    before = (min(number, top - 1) * block for number in range(len(sizes)))
-    return sum(size * (size + 1) // 2 + size * earlier for size, earlier in zip(sizes, before, strict=True))
+    whole, rest = divmod(positions, block)
+    growing = min(whole, top)  # blocks whose queries read all blocks before theirs
+    earlier = growing * (growing - 1) // 2 + (whole - growing) * (top - 1)
+    own = whole * block * (block + 1) // 2 + rest * (rest + 1) // 2
+    return earlier * block**2 + min(whole, top - 1) * block * rest + own
 
 
 def choices(q: Tensor, means: Tensor, block: int, top: int) -> Tensor:

@@ -17,6 +17,16 @@ from tests.harness.runs import ROOT
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
 
+attention = client(
+    "transformers",
+    "`add_indexers` in Llama and Qwen3, all keys or few",
+    "sdpa's logits and gradients under the chosen keys' mask, within 1e-12 in fp64",
+)
+stages = client(
+    "transformers",
+    "`add_indexers`: training in two stages, caches, `load_indexers`",
+    "first no other weight changes; tokens without a cache; equal bits",
+)
 NAMES = ["LlamaConfig", "Qwen3Config"]
 LENGTH = 50
 FEW = [{"keys": 7}, {"keys": 12, "block": 4, "window": 6, "index_heads": 3, "index_width": 64}]
@@ -65,22 +75,14 @@ def scores_of(index: Any) -> Tensor:
 # Attention
 
 
-@client(
-    "transformers",
-    "`add_indexers` in Llama and Qwen3, all keys or few",
-    "sdpa's logits and gradients under the chosen keys' mask, within 1e-12 in fp64",
-)
+@attention
 @pytest.mark.parametrize("name", [*NAMES, "GPTNeoXConfig", "GPT2Config", "MistralConfig"])
 def test_all_keys_are_dense_attention(name: str) -> None:
     inputs = tokens(2, LENGTH)
     assert_rounded(with_indexers(name, LENGTH)(inputs).logits, build(name, "sdpa")(inputs).logits)
 
 
-@client(
-    "transformers",
-    "`add_indexers` in Llama and Qwen3, all keys or few",
-    "sdpa's logits and gradients under the chosen keys' mask, within 1e-12 in fp64",
-)
+@attention
 @pytest.mark.parametrize("options", FEW, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_few_keys_are_sdpa_under_their_mask(name: str, options: dict[str, int]) -> None:
@@ -141,11 +143,7 @@ def test_queries_are_rotated_as_the_models_are() -> None:
 # The loss
 
 
-@client(
-    "transformers",
-    "`add_indexers`: training in two stages, caches, `load_indexers`",
-    "first no other weight changes; tokens without a cache; equal bits",
-)
+@stages
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_is_the_divergence_from_the_attention(name: str) -> None:
     from transformers import AttentionInterface
@@ -204,11 +202,7 @@ def test_checkpointed_layers_have_the_same_gradients() -> None:
     assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
 
 
-@client(
-    "transformers",
-    "`add_indexers`: training in two stages, caches, `load_indexers`",
-    "first no other weight changes; tokens without a cache; equal bits",
-)
+@stages
 @pytest.mark.parametrize("name", NAMES)
 def test_two_stages_train(name: str) -> None:
     from longstride.hub import sum_indexer_losses
@@ -246,11 +240,7 @@ def step(optimizer: Any, loss: Tensor) -> float:
 # Caches and files
 
 
-@client(
-    "transformers",
-    "`add_indexers`: training in two stages, caches, `load_indexers`",
-    "first no other weight changes; tokens without a cache; equal bits",
-)
+@stages
 @pytest.mark.parametrize("options", FEW, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cache_changes_nothing(name: str, options: dict[str, int], past: str) -> None:
@@ -269,11 +259,7 @@ def test_a_cache_changes_nothing(name: str, options: dict[str, int], past: str) 
             assert_rounded(torch.cat(parts, 1), model(expected).logits)
 
 
-@client(
-    "transformers",
-    "`add_indexers`: training in two stages, caches, `load_indexers`",
-    "first no other weight changes; tokens without a cache; equal bits",
-)
+@stages
 def test_indexers_are_saved_with_the_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -35,16 +35,23 @@ def compiled_kernel(case: str) -> dict[str, Any]:
     values |= {"WIDTH": width, "VALUE_WIDTH": width, "BLOCK_D": block_d, "BLOCK_V": block_v, "CHUNK": delta.CHUNK}
     values |= {"PRECISION": precision, "EXACT": exact, "ACC": tl.float32}
     constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
-    signature, attributes = {}, {}
-    for number, parameter in enumerate(kernel.params):
-        kind = "constexpr" if parameter.name in constants else _type(parameter.name, TYPES[dtype])
-        signature[parameter.name] = kind
-        if kind.startswith("*") or parameter.name.startswith("stride"):
-            attributes[(number,)] = [["tt.divisibility", 16]]
+    types = {parameter.name: _type(parameter.name, TYPES[dtype]) for parameter in kernel.params}
     options = {"num_warps": 2 if name == "inverses" else delta.WARPS, "num_stages": 1}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attributes), target=target_of(architecture), options=options
-    )
+    return usage_of(case, kernel, types, constants, options)
+
+
+def usage_of(
+    case: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """Compile a kernel whose parameters have these types, but for ``constants``, and return its resources."""
+    architecture = case.split(":")[0]
+    signature, attributes = {}, {}
+    for number, name in enumerate(types):
+        signature[name] = kind = "constexpr" if name in constants else types[name]
+        if kind.startswith("*") or name.startswith("stride"):
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=target_of(architecture), options=options)
     usage = {"case": case, "shared": compiled.metadata.shared}
     if "amdgcn" in compiled.asm:
         return usage | amdgcn_usage(compiled.asm["amdgcn"])

@@ -11,13 +11,11 @@ import sys
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
-from triton.compiler import ASTSource
 
-from benchmarks.attention.compiled import CARDS, read
 from longstride.kernels.backends.triton import indexed
-from tests.harness.compile_triton import TYPES, amdgcn_usage, target_of
+from tests.harness.compile_delta import usage_of
+from tests.harness.compile_triton import TYPES
 
 NARROW = {"q", "k", "v", "out", "grad_out", "dq", "dk", "dv"}  # in the dtype of rows; other numbers are fp32
 INTEGERS = {"numbers": "*i32", "readers": "*i32", "starts": "*i64", "ends": "*i64", "owners": "*i64"}
@@ -36,22 +34,9 @@ def compiled_kernel(case: str) -> dict[str, Any]:
     values |= {"SCALE": width**-0.5, "GROUP": group, "PIECE": indexed.PIECE, "GRAD_LSE": True}
     values |= {"ROUND_BF16": False, "ACCUMULATOR": tl.float32}
     constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
-    signature, attributes = {}, {}
-    for number, parameter in enumerate(kernel.params):
-        kind = "constexpr" if parameter.name in constants else _type(parameter.name, TYPES[dtype])
-        signature[parameter.name] = kind
-        if kind.startswith("*") or parameter.name.startswith("stride"):
-            attributes[(number,)] = [["tt.divisibility", 16]]
-    options = {name: tiles[name] for name in ("num_warps", "num_stages")}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attributes), target=target_of(architecture), options=options
-    )
-    usage = {"case": case, "shared": compiled.metadata.shared}
-    if "amdgcn" in compiled.asm:
-        return usage | amdgcn_usage(compiled.asm["amdgcn"])
-    code = read(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.num_warps)
-    usage |= {"registers": code.registers, "spilled_bytes": code.stack_bytes}
-    return usage | {"programs": code.programs(architecture) if architecture in CARDS else None}
+    types = {parameter.name: _type(parameter.name, TYPES[dtype]) for parameter in kernel.params}
+    options = {option: tiles[option] for option in ("num_warps", "num_stages")}
+    return usage_of(case, kernel, types, constants, options)
 
 
 def _type(parameter: str, dtype: str) -> str:

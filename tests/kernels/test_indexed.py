@@ -12,6 +12,7 @@ from longstride.kernels.backends.cpu import indexed as cpu
 from longstride.kernels.indexed import choose_keys, indexed_attention, indexer_loss
 from longstride.kernels.patterns import Dense
 from longstride.kernels.selections import listed_positions
+from tests.harness.backends import IN_THE_INTERPRETER, WITH_TRITON
 from tests.harness.stochastic import assert_rounding_explains, with_gradients
 
 # Positions, keys, block, window, heads of keys: ragged, blocks of one key, more keys than are there.
@@ -109,6 +110,8 @@ def test_choice_output_loss_and_gradients_are_those_of_the_definition(case: Any,
     check(case, None, backend)
 
 
+@WITH_TRITON
+@IN_THE_INTERPRETER
 @pytest.mark.parametrize("case", [(17, 8, 1, 3, 4), (40, 16, 8, 9, 1)], ids=str)
 def test_triton(case: Any) -> None:
     check(case, None, "triton")

@@ -38,14 +38,14 @@ def indexed_forward(
     lse = q.new_empty(q.shape[:3], dtype=arithmetic.wide)
     mean = lse.new_zeros(*numbers.shape[:2], numbers.shape[2] * block if weigh else 0)
     group = q.shape[1] // k.shape[1]
-    for entry, piece in pieces(numbers, block, k.shape[3]):
+    for entry, piece in pieces(numbers, block, k.shape[3], arithmetic, scale):
         rows = slice(piece.first, piece.first + len(piece.numbers))
         for head in range(q.shape[1]):
             queries, keys, values = (
                 x.to(arithmetic.narrow)
                 for x in (q[entry, head, rows], k[entry, head // group], v[entry, head // group])
             )
-            result, out_lse, weights = piece.forward(arithmetic, queries, keys, values, scale, weigh)
+            result, out_lse, weights = piece.forward(queries, keys, values, weigh)
             out[entry, head, rows] = result.to(q.dtype)
             lse[entry, head, rows] = out_lse * arithmetic.nats
             if weights is not None:
@@ -61,24 +61,23 @@ def indexed_backward(saved: Saved, numbers: Tensor, block: int, scale: float) ->
     grad_q = empty_like_rows(q)
     grad_k, grad_v = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
     group = q.shape[1] // k.shape[1]
-    for entry, piece in pieces(numbers, block, k.shape[3]):
+    shifts = (lse / arithmetic.nats).masked_fill_(lse == -math.inf, math.inf)  # powers without keys are 0
+    for entry, piece in pieces(numbers, block, k.shape[3], arithmetic, scale):
         rows = slice(piece.first, piece.first + len(piece.numbers))
         for head in range(q.shape[1]):
             grads = grad_out[entry, head, rows]
-            # Powers of a query without keys are 0.
-            shift = (lse[entry, head, rows] / arithmetic.nats).masked_fill_(
-                lse[entry, head, rows] == -math.inf, math.inf
-            )
             delta = (grads.to(wide) * out[entry, head, rows].to(wide)).sum(-1)
             inputs = [
                 x.to(narrow) for x in (q[entry, head, rows], k[entry, head // group], v[entry, head // group], grads)
             ]
             into = grad_k[entry, head // group], grad_v[entry, head // group]
-            grad_q[entry, head, rows] = piece.backward(arithmetic, inputs, shift, delta, into, scale).to(q.dtype)
+            grad_q[entry, head, rows] = piece.backward(inputs, shifts[entry, head, rows], delta, into).to(q.dtype)
     return grad_q, empty_like_rows(k).copy_(grad_k), empty_like_rows(v).copy_(grad_v)
 
 
-def pieces(numbers: Tensor, block: int, width: int) -> Iterator[tuple[int, _Blocks | _Tile]]:
+def pieces(
+    numbers: Tensor, block: int, width: int, arithmetic: Numbers, scale: float
+) -> Iterator[tuple[int, _Blocks | _Tile]]:
     """Yield the queries of each context in pieces that take bounded memory, with the context's number."""
     context, count = numbers.shape[1:]
     gathers = context > GATHERED * count * block
@@ -90,15 +89,18 @@ def pieces(numbers: Tensor, block: int, width: int) -> Iterator[tuple[int, _Bloc
         for first in range(0, context, max(1, size)):
             listed = numbers[entry, first : first + max(1, size)].long()
             if block >= NARROW:
-                yield entry, _Blocks.of(first, listed, block, context)
+                yield entry, _Blocks.of(arithmetic, scale, first, listed, block, context)
             else:
                 query = torch.arange(first, first + len(listed))
-                yield entry, _Tile.of(first, listed_positions(listed, block, query), gathers=gathers)
+                keys = listed_positions(listed, block, query)
+                yield entry, _Tile.of(arithmetic, scale, first, keys, gathers=gathers)
 
 
 class _Blocks(NamedTuple):
     """Queries of a piece in groups that list one block; the last group of a block is padded."""
 
+    arithmetic: Numbers
+    scale: float
     first: int  # position of the first query
     numbers: Tensor  # (n, T)
     size: int  # L
@@ -110,7 +112,7 @@ class _Blocks(NamedTuple):
     padding: int  # positions after the last one, to the end of its block
 
     @classmethod
-    def of(cls, first: int, numbers: Tensor, size: int, context: int) -> _Blocks:
+    def of(cls, arithmetic: Numbers, scale: float, first: int, numbers: Tensor, size: int, context: int) -> _Blocks:
         """Group the pairs of a query and a block of L = ``size`` keys."""
         up_to = torch.arange(first + 1, first + len(numbers) + 1)[:, None] - numbers * size
         num_read = F.pad(up_to.clamp_max_(size).flatten(), (0, 1))  # the last is padding
@@ -130,29 +132,29 @@ class _Blocks(NamedTuple):
         is_read = torch.arange(size) < num_read[pair[partial], None]
         bias = torch.zeros(is_read.shape).masked_fill_(~is_read, -math.inf)
         blocks = block.repeat_interleave(groups)
-        return cls(first, numbers, size, query, blocks, row[:-1], partial, bias, -context % size)
+        groups_of = query, blocks, row[:-1], partial, bias
+        return cls(arithmetic, scale, first, numbers, size, *groups_of, -context % size)
 
-    def forward(
-        self, arithmetic: Numbers, q: Tensor, k: Tensor, v: Tensor, scale: float, weigh: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, weigh: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attend from queries (n, D) to keys (N, D): output (n, E), logsumexp in exponents (n,), weights (n, T · L)."""
         keys, values = (self._in_blocks(x) for x in (k, v))
-        total = q.new_zeros(len(self.query) + 1, dtype=arithmetic.wide)  # one more, of pairs that are no rows
+        total = q.new_zeros(len(self.query) + 1, dtype=self.arithmetic.wide)  # one more, of pairs that are no rows
         peak, products = torch.zeros_like(total), total.new_empty(len(self.query), v.shape[1])
         powers = total.new_zeros(len(total), self.size) if weigh else None
-        for groups, rows, scores in self._scores(arithmetic, q, keys, scale):
+        for groups, rows, scores in self._scores(q, keys):
             peaks = scores.amax(-1, keepdim=True)
             peaks.masked_fill_(peaks == -math.inf, 0.0)
-            arithmetic.power_(scores.sub_(peaks))
+            self.arithmetic.power_(scores.sub_(peaks))
             peak[rows], total[rows] = peaks.flatten(), scores.sum(-1).flatten()
             if powers is not None:
                 powers[rows] = scores.flatten(0, 1)
             of_values = torch.bmm(scores.to(v.dtype), values.index_select(0, self.block[groups]))
             products[rows] = of_values.flatten(0, 1)
-        by_pair = (peak + arithmetic.log(total)).index_select(0, self.row).view(len(q), -1)
-        lse = by_pair.logsumexp(-1) if arithmetic.nats == 1 else torch.logsumexp(by_pair * arithmetic.nats, -1)
-        lse = lse / arithmetic.nats
-        shares = arithmetic.power_(peak[:-1] - lse.masked_fill(lse == -math.inf, math.inf).index_select(0, self.query))
+        by_pair = (peak + self.arithmetic.log(total)).index_select(0, self.row).view(len(q), -1)
+        lse = (by_pair * self.arithmetic.nats).logsumexp(-1) / self.arithmetic.nats
+        shares = self.arithmetic.power_(
+            peak[:-1] - lse.masked_fill(lse == -math.inf, math.inf).index_select(0, self.query)
+        )
         shares.masked_fill_(total[:-1] == 0, 0.0)
         out = products.new_zeros(len(q), v.shape[1])
         out.index_add_(0, self.query, products.mul_(shares[:, None]))
@@ -161,38 +163,28 @@ class _Blocks(NamedTuple):
         powers[:-1] *= shares[:, None]
         return out, lse, powers.index_select(0, self.row).view(len(q), -1)
 
-    def backward(
-        self,
-        arithmetic: Numbers,
-        inputs: list[Tensor],
-        shift: Tensor,
-        delta: Tensor,
-        into: tuple[Tensor, Tensor],
-        scale: float,
-    ) -> Tensor:
+    def backward(self, inputs: list[Tensor], shift: Tensor, delta: Tensor, into: tuple[Tensor, Tensor]) -> Tensor:
         """Return the gradient of q, (n, D), and add those of k and v, (N, ·)."""
         q, k, v, grad_out = inputs
         keys, values = (self._in_blocks(x) for x in (k, v))
-        grad_q = torch.zeros(q.shape, dtype=arithmetic.wide)
-        grad_k, grad_v = (torch.zeros(x.shape, dtype=arithmetic.wide) for x in (keys, values))
-        for groups, rows, scores in self._scores(arithmetic, q, keys, scale):
+        grad_q = torch.zeros(q.shape, dtype=self.arithmetic.wide)
+        grad_k, grad_v = (torch.zeros(x.shape, dtype=self.arithmetic.wide) for x in (keys, values))
+        for groups, rows, scores in self._scores(q, keys):
             query, block = self.query[rows], self.block[groups]
             queries, grads = (x.index_select(0, query).view(-1, ROWS, x.shape[1]) for x in (q, grad_out))
-            weights = arithmetic.power_(scores.sub_(shift.index_select(0, query).view(-1, ROWS, 1)))
-            grad_v.index_add_(0, block, torch.bmm(weights.to(q.dtype).mT, grads).to(arithmetic.wide))
-            grad = torch.bmm(grads, values.index_select(0, block).mT).to(arithmetic.wide)
-            grad.sub_(delta.index_select(0, query).view(-1, ROWS, 1)).mul_(weights).mul_(scale)
+            weights = self.arithmetic.power_(scores.sub_(shift.index_select(0, query).view(-1, ROWS, 1)))
+            grad_v.index_add_(0, block, torch.bmm(weights.to(q.dtype).mT, grads).to(self.arithmetic.wide))
+            grad = torch.bmm(grads, values.index_select(0, block).mT).to(self.arithmetic.wide)
+            grad.sub_(delta.index_select(0, query).view(-1, ROWS, 1)).mul_(weights).mul_(self.scale)
             grad_scores = grad.to(q.dtype)
             of_keys = torch.bmm(grad_scores, keys.index_select(0, block)).view(-1, q.shape[1])
-            grad_q.index_add_(0, query, of_keys.to(arithmetic.wide))
-            grad_k.index_add_(0, block, torch.bmm(grad_scores.mT, queries).to(arithmetic.wide))
+            grad_q.index_add_(0, query, of_keys.to(self.arithmetic.wide))
+            grad_k.index_add_(0, block, torch.bmm(grad_scores.mT, queries).to(self.arithmetic.wide))
         for total, grads in zip(into, (grad_k, grad_v), strict=True):
             total += grads.flatten(0, 1)[: len(total)]
         return grad_q
 
-    def _scores(
-        self, arithmetic: Numbers, q: Tensor, keys: Tensor, scale: float
-    ) -> Iterator[tuple[slice, slice, Tensor]]:
+    def _scores(self, q: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield slices of groups, of their rows, and the scores of these in exponents, (·, R, L)."""
         at_once = num_at_once(ROWS * self.size)
         edges = torch.searchsorted(self.partial, torch.arange(0, len(self.block) + at_once, at_once) * ROWS).tolist()
@@ -200,10 +192,10 @@ class _Blocks(NamedTuple):
             last = min(first + at_once, len(self.block))
             groups, rows = slice(first, last), slice(first * ROWS, last * ROWS)
             queries = q.index_select(0, self.query[rows]).view(-1, ROWS, q.shape[1])
-            scores = torch.bmm(queries, keys.index_select(0, self.block[groups]).mT).to(arithmetic.wide)
-            scores.mul_(scale / arithmetic.nats)
+            scores = torch.bmm(queries, keys.index_select(0, self.block[groups]).mT).to(self.arithmetic.wide)
+            scores.mul_(self.scale / self.arithmetic.nats)
             partial = slice(edges[number], edges[number + 1])
-            bias = self.bias[partial].to(arithmetic.wide)
+            bias = self.bias[partial].to(self.arithmetic.wide)
             scores.view(-1, self.size).index_add_(0, self.partial[partial] - rows.start, bias)
             yield groups, rows, scores
 
@@ -214,57 +206,49 @@ class _Blocks(NamedTuple):
 class _Tile(NamedTuple):
     """A few queries that gather their keys, or that compute the scores of all keys up to the last of them."""
 
+    arithmetic: Numbers
+    scale: float
     first: int
     numbers: Tensor  # (n, T) positions; -1 for none
     bias: Tensor  # (n, W): 0 where a query reads a column, else -inf
     columns: Tensor | None  # (n · T,) the position of each column, W = T; None: positions 0 to W - 1
 
     @classmethod
-    def of(cls, first: int, keys: Tensor, *, gathers: bool) -> _Tile:
+    def of(cls, arithmetic: Numbers, scale: float, first: int, keys: Tensor, *, gathers: bool) -> _Tile:
         """Prepare a tile of queries with keys (n, T)."""
         if gathers:
             bias = torch.zeros(keys.shape).masked_fill_(keys < 0, -math.inf)
-            return cls(first, keys, bias, keys.clamp_min(0).flatten())
+            return cls(arithmetic, scale, first, keys, bias, keys.clamp_min(0).flatten())
         last = first + len(keys)
         bias = torch.full((len(keys), last + 1), -math.inf)  # one more column, for those that are missing
         bias.scatter_(1, keys.where(keys >= 0, last), 0.0)
-        return cls(first, keys, bias[:, :-1], None)
+        return cls(arithmetic, scale, first, keys, bias[:, :-1], None)
 
-    def forward(
-        self, arithmetic: Numbers, q: Tensor, k: Tensor, v: Tensor, scale: float, weigh: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, weigh: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """Attend as ``_Blocks.forward`` does."""
         keys, values = (self._columns(x) for x in (k, v))
-        scores = self._scores(arithmetic, q, keys, scale)
+        scores = self._scores(q, keys)
         peak = scores.amax(-1, keepdim=True)
         peak.masked_fill_(peak == -math.inf, 0.0)
-        powers = arithmetic.power_(scores.sub_(peak))
+        powers = self.arithmetic.power_(scores.sub_(peak))
         total = powers.sum(-1, keepdim=True)
-        lse = peak + arithmetic.log(total)
+        lse = peak + self.arithmetic.log(total)
         weights = powers.div_(total.masked_fill(total == 0, 1.0))
-        out = _times(weights.to(v.dtype), values).to(arithmetic.wide)
+        out = _times(weights.to(v.dtype), values).to(self.arithmetic.wide)
         if weigh and self.columns is None:
             weights = weights.gather(1, self.numbers.clamp_min(0)).masked_fill_(self.numbers < 0, 0.0)
         return out, lse[:, 0], weights if weigh else None
 
-    def backward(
-        self,
-        arithmetic: Numbers,
-        inputs: list[Tensor],
-        shift: Tensor,
-        delta: Tensor,
-        into: tuple[Tensor, Tensor],
-        scale: float,
-    ) -> Tensor:
+    def backward(self, inputs: list[Tensor], shift: Tensor, delta: Tensor, into: tuple[Tensor, Tensor]) -> Tensor:
         """Return and add gradients as ``_Blocks.backward`` does."""
         q, k, v, grad_out = inputs
         keys, values = (self._columns(x) for x in (k, v))
-        weights = arithmetic.power_(self._scores(arithmetic, q, keys, scale).sub_(shift[:, None]))
-        grad = _times(grad_out, values.mT).to(arithmetic.wide).sub_(delta[:, None]).mul_(weights).mul_(scale)
+        weights = self.arithmetic.power_(self._scores(q, keys).sub_(shift[:, None]))
+        grad = _times(grad_out, values.mT).to(self.arithmetic.wide).sub_(delta[:, None]).mul_(weights).mul_(self.scale)
         grad_scores = grad.to(q.dtype)
         self._add(into[1], weights.to(q.dtype), grad_out)
         self._add(into[0], grad_scores, q)
-        return _times(grad_scores, keys).to(arithmetic.wide)
+        return _times(grad_scores, keys).to(self.arithmetic.wide)
 
     def _columns(self, x: Tensor) -> Tensor:
         """Return the rows of x (N, D) that are read: (n, T, D), or (W, D) for all queries."""
@@ -272,9 +256,9 @@ class _Tile(NamedTuple):
             return x[: self.bias.shape[1]]
         return x.index_select(0, self.columns).view(*self.numbers.shape, x.shape[1])
 
-    def _scores(self, arithmetic: Numbers, q: Tensor, keys: Tensor, scale: float) -> Tensor:
-        products = _times(q, keys.mT).to(arithmetic.wide)
-        return products.mul_(scale / arithmetic.nats).add_(self.bias)
+    def _scores(self, q: Tensor, keys: Tensor) -> Tensor:
+        products = _times(q, keys.mT).to(self.arithmetic.wide)
+        return products.mul_(self.scale / self.arithmetic.nats).add_(self.bias)
 
     def _add(self, total: Tensor, factors: Tensor, rows: Tensor) -> None:
         """Add the products of factors (n, W) and rows (n, D) to the rows (N, D) of the columns."""
