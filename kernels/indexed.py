@@ -74,7 +74,7 @@ def _choose_keys(
 ) -> Tensor:
     rows = q.shape[1]
     numbers = q.new_full((len(q), rows, min(count, -(-k.shape[1] // block))), -1, dtype=torch.int32)
-    for entry, some, columns in tiles(len(q), rows, q.shape[2], first, q.device):
+    for entry, some, columns in tiles(len(q), rows, 1, first, q.device):
         scores = index_scores(q[entry, some], k[entry, :columns], weights[entry, some], first + some.start, backend)
         position = torch.arange(columns, device=q.device)
         near = slice(max(0, first + some.start - window + 1), columns)  # positions in some query's window
@@ -86,7 +86,7 @@ def _choose_keys(
             shifted = position + starts[entry, some, None]
             scores = scores.gather(1, shifted.clamp_max(columns - 1)).masked_fill_(shifted >= columns, -torch.inf)
         if block > 1:
-            scores = F.pad(scores, (0, -columns % block), value=-torch.inf).unflatten(1, (-1, block)).amax(-1)
+            scores = F.max_pool1d(scores, block, ceil_mode=True)
         chosen = last_highest(scores, min(count, scores.shape[1]))
         numbers[entry, some, : chosen.shape[1]] = chosen
     if block > 1 and starts is not None:
@@ -109,24 +109,34 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int, backend: str
     """
     if choose_backend(backend, BACKENDS, (q, q, q), ADVICE) == "triton":
         return triton.index_scores(q[None], k[None], weights[None], first)[0].float()
-    wide = accumulator_dtype(q.dtype)
+    rows, keys, factors = (x.to(accumulator_dtype(q.dtype)) for x in (q.flatten(0, 1), k, weights[:, None]))
+    scores = q.new_empty(len(q), len(k), dtype=torch.float32)
+    at_once = max(64, SCORES.get(q.device.type, MOST_SCORES) // len(rows))
     with torch.autocast(q.device.type, enabled=False):  # autocast would round to 16 bits
-        scores = torch.mm(q.to(wide).flatten(0, 1), k.to(wide).T).relu_().view(*q.shape[:2], -1)
-        scores = torch.bmm(weights.to(wide)[:, None], scores)[:, 0].float()
+        for some, of_keys in zip(scores.split(at_once, 1), keys.split(at_once), strict=True):
+            products = torch.mm(rows, of_keys.T).relu_().view(*q.shape[:2], -1)
+            some.copy_(torch.bmm(factors, products)[:, 0])
     last = scores[:, first:]  # positions of the queries
     last.masked_fill_(torch.ones_like(last, dtype=torch.bool).triu_(1), -torch.inf)
     return scores
 
 
 def last_highest(scores: Tensor, count: int) -> Tensor:
-    """Return the places of the ``count`` highest of scores (…, W) fp32, the later of equal ones; -1 for one of -inf.
+    """Return the places of the ``count`` highest of scores (n, W) fp32, the later of equal ones; -1 for one of -inf.
 
     Returns:
-        (…, count) int32, in any order.
+        (n, count) int32, in any order.
     """
+    width = scores.shape[1]
+    places = torch.arange(width, device=scores.device).expand_as(scores)
+    span = math.isqrt(width // count)
+    if span > 2 and count > 64:  # they lie in ``count`` spans, those of the highest peaks, of equal ones the later
+        spans = last_highest(F.max_pool1d(scores, span, ceil_mode=True), count)
+        places = listed_positions(spans, span, places[:, -1]).long()
+        scores = scores.gather(1, places.clamp_min(0)).masked_fill_(places < 0, -torch.inf)
     # Bits of fp32 have the order of integers once those of negative numbers are reversed; 0 is added to -0.
     bits = (scores + 0.0).view(torch.int32)
-    codes = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | torch.arange(scores.shape[-1], device=scores.device)
+    codes = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | places.clamp_min(0)
     top = codes.topk(count, sorted=False).values
     return (top & 0xFFFFFFFF).where(top >> 32 > -0x7F800001, -1).int()
 
@@ -351,12 +361,13 @@ def _indexer_loss(
             scores = (factors[:, None] @ products)[:, 0].masked_fill_(~is_read, torch.finfo(wide).min)
             log_index = scores.log_softmax(-1)
             share = shares[entry, some, None]
-            loss += ((torch.xlogy(p, p) - p * log_index) * share).sum()
+            entropy = p.clamp_min(torch.finfo(wide).tiny).log()  # times p below, 0 for 0
+            loss += ((entropy - log_index).mul_(p).mul_(share)).sum()
             if not keep:
                 continue
             grad = (log_index.exp() * p.sum(-1, keepdim=True) - p).mul_(share)
-            grads[2][entry, some] = (products @ grad[..., None])[..., 0]
-            grad = (factors[..., None] * grad[:, None]).mul_(products > 0)  # (R, J, W)
+            grads[2][entry, some] = (products * grad[:, None]).sum(-1)
+            grad = torch.ops.aten.threshold_backward(factors[..., None] * grad[:, None], products, 0)  # (R, J, W)
             grads[0][entry, some] = grad @ read
             if numbers is None:
                 grad_blocks[entry].view(-1, k.shape[2])[:columns] += grad.flatten(0, 1).T @ index_q.flatten(0, 1)

@@ -27,13 +27,13 @@ PARTS = ("choosing", "forward", "backward", "loss")
 
 
 class Inputs(NamedTuple):
-    """Leaves: of the indexer (1, N, J, I), (1, N, I), (1, N, J), and queries, keys and values (1, H, N, D)."""
+    """Leaves: of the indexer (1, N, J, I), (1, N, I), (1, N, J), queries (1, H, N, D), keys and values (1, K, N, D)."""
 
     indexer: tuple[Tensor, Tensor, Tensor]
     heads: tuple[Tensor, Tensor, Tensor]
 
     @classmethod
-    def drawn(cls, context: int) -> Inputs:
+    def drawn(cls, context: int, key_value_heads: int) -> Inputs:
         """Draw random ones, whose choices are spread as widely as can be."""
         generator = torch.Generator().manual_seed(0)
 
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
             return tuple(torch.randn(1, *shape, generator=generator, requires_grad=True) for shape in shapes)
 
         indexer = (context, INDEX_HEADS, INDEX_WIDTH), (context, INDEX_WIDTH), (context, INDEX_HEADS)
-        return cls(leaves(*indexer), leaves(*[(HEADS, context, WIDTH)] * 3))
+        return cls(leaves(*indexer), leaves(*((heads, context, WIDTH) for heads in (HEADS, *[key_value_heads] * 2))))
 
 
 def indexed(inputs: Inputs, block: int) -> dict[str, float]:
@@ -67,9 +67,9 @@ def dense(inputs: Inputs) -> float:
     return time.process_time() - begin
 
 
-def measured(context: int, blocks: list[int], rounds: int) -> list[dict[str, Any]]:
+def measured(context: int, key_value_heads: int, blocks: list[int], rounds: int) -> list[dict[str, Any]]:
     """Return a row for each size of blocks at one context."""
-    inputs = Inputs.drawn(context)
+    inputs = Inputs.drawn(context, key_value_heads)
     found: dict[int, list[dict[str, float]]] = {block: [] for block in blocks}
     of_dense = []
     for _ in range(rounds):
@@ -79,9 +79,8 @@ def measured(context: int, blocks: list[int], rounds: int) -> list[dict[str, Any
     rows = []
     for block, seconds in found.items():
         best = min(seconds, key=lambda parts: sum(parts.values()))
-        row = {"context": context, "block": block, "rounds": rounds} | {
-            part: rounded(value) for part, value in best.items()
-        }
+        row: dict[str, Any] = {"context": context, "key_value_heads": key_value_heads, "block": block, "rounds": rounds}
+        row |= {part: rounded(value) for part, value in best.items()}
         row |= {"dense": rounded(min(of_dense)), "ratio": rounded(sum(best.values()) / min(of_dense))}
         rows.append(row | {"peak_bytes": most_held(partial(indexed, inputs, block))})
     return rows
@@ -89,13 +88,14 @@ def measured(context: int, blocks: list[int], rounds: int) -> list[dict[str, Any
 
 def table(result: dict[str, Any]) -> str:
     """Format the rows."""
-    columns = ["context", "block", *PARTS, "dense", "of dense", "MB"]
+    columns = ["context", "K", "block", *PARTS, "dense", "of dense", "MB"]
     lines = []
     for row in result["rows"]:
         seconds = (f"{row[name]:.3g}" for name in (*PARTS, "dense"))
         lines.append(
             [
                 f"{row['context']:,}",
+                str(row["key_value_heads"]),
                 str(row["block"]),
                 *seconds,
                 f"{row['ratio']:.2f}",
@@ -109,11 +109,17 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = new_parser(__doc__)
     parser.add_argument("--contexts", type=positive(int), nargs="+", default=[4_096, 16_384, 65_536])
+    parser.add_argument("--key-value-heads", type=positive(int), nargs="+", default=[1, HEADS], help="K, of 8 heads")
     parser.add_argument("--blocks", type=positive(int), nargs="+", default=[1, 16, 64], help="keys chosen together")
     parser.add_argument("--rounds", type=positive(int), default=3)
     options = parse(parser, arguments, "indexer")
     torch.set_num_threads(1)
-    rows = [row for context in options.contexts for row in measured(context, options.blocks, options.rounds)]
+    rows = [
+        row
+        for context in options.contexts
+        for shared in options.key_value_heads
+        for row in measured(context, shared, options.blocks, options.rounds)
+    ]
     result = about(torch.device("cpu")) | {"threads": 1, "keys": KEYS, "rows": rows}
     write_result(options, result)
     print(table(result))

@@ -4,8 +4,8 @@ Blocks of several keys are multiplied with the queries that list them (``_Blocks
 products too narrow. So tiles of queries either gather the keys that they list, or in short contexts, where gathering
 takes longer, compute all scores and mask most of them (``_Tile``).
 
-Letters: N positions, n queries of a piece, T numbers of a query, L positions of a block, D and E widths of keys and
-values, G groups of R queries that list one block, W columns of a tile.
+Letters: N positions, n queries of a piece, H heads that share keys, T numbers of a query, L positions of a block, D and
+E widths of keys and values, G groups of R queries that list one block, W columns of a tile.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from longstride.kernels.selections import listed_positions
 
 NARROW = 8  # keys; smaller blocks are read key by key
 ROWS = 64  # R
-MOST_LISTED = 1 << 24  # keys of the queries of a piece
-GATHERED = 64  # keys that are multiplied and masked in the time that gathering one takes
+MOST_LISTED = 1 << 24  # keys of the queries of a piece, once for each head
+GATHERED = 64  # keys that one head multiplies and masks in the time that gathering one takes
 TILE = 1 << 19  # values of keys that a tile gathers, or scores that it computes
 
 
@@ -37,17 +37,16 @@ def indexed_forward(
     out = empty_like_rows(v, q.dtype, heads=q.shape[1])
     lse = q.new_empty(q.shape[:3], dtype=arithmetic.wide)
     mean = lse.new_zeros(*numbers.shape[:2], numbers.shape[2] * block if weigh else 0)
+    keys, values = (x.to(arithmetic.narrow).contiguous() for x in (k, v))
     group = q.shape[1] // k.shape[1]
-    for entry, piece in pieces(numbers, block, k.shape[3], arithmetic, scale):
+    for entry, piece in pieces(numbers, block, k.shape[3], group, arithmetic, scale):
         rows = slice(piece.first, piece.first + len(piece.numbers))
-        for head in range(q.shape[1]):
-            queries, keys, values = (
-                x.to(arithmetic.narrow)
-                for x in (q[entry, head, rows], k[entry, head // group], v[entry, head // group])
-            )
-            result, out_lse, weights = piece.forward(queries, keys, values, weigh)
-            out[entry, head, rows] = result.to(q.dtype)
-            lse[entry, head, rows] = out_lse * arithmetic.nats
+        for number in range(k.shape[1]):
+            place = entry, slice(number * group, (number + 1) * group), rows
+            queries = q[place].transpose(0, 1).to(arithmetic.narrow).contiguous()
+            result, out_lse, weights = piece.forward(queries, keys[entry, number], values[entry, number], weigh)
+            out[place] = result.to(q.dtype).transpose(0, 1)
+            lse[place] = out_lse.T * arithmetic.nats
             if weights is not None:
                 mean[entry, rows] += weights
     return out, lse, mean.div_(q.shape[1]) if weigh else mean.flatten()
@@ -60,31 +59,32 @@ def indexed_backward(saved: Saved, numbers: Tensor, block: int, scale: float) ->
     narrow, wide = arithmetic.narrow, arithmetic.wide
     grad_q = empty_like_rows(q)
     grad_k, grad_v = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (k, v))
-    group = q.shape[1] // k.shape[1]
+    keys, values = (x.to(narrow).contiguous() for x in (k, v))
+    delta = (grad_out.to(wide) * out.to(wide)).sum(-1)
     shifts = (lse / arithmetic.nats).masked_fill_(lse == -math.inf, math.inf)  # powers without keys are 0
-    for entry, piece in pieces(numbers, block, k.shape[3], arithmetic, scale):
+    group = q.shape[1] // k.shape[1]
+    for entry, piece in pieces(numbers, block, k.shape[3], group, arithmetic, scale):
         rows = slice(piece.first, piece.first + len(piece.numbers))
-        for head in range(q.shape[1]):
-            grads = grad_out[entry, head, rows]
-            delta = (grads.to(wide) * out[entry, head, rows].to(wide)).sum(-1)
-            inputs = [
-                x.to(narrow) for x in (q[entry, head, rows], k[entry, head // group], v[entry, head // group], grads)
-            ]
-            into = grad_k[entry, head // group], grad_v[entry, head // group]
-            grad_q[entry, head, rows] = piece.backward(inputs, shifts[entry, head, rows], delta, into).to(q.dtype)
+        for number in range(k.shape[1]):
+            place = entry, slice(number * group, (number + 1) * group), rows
+            queries, grads = (x[place].transpose(0, 1).to(narrow).contiguous() for x in (q, grad_out))
+            inputs = queries, keys[entry, number], values[entry, number], grads
+            into = grad_k[entry, number], grad_v[entry, number]
+            result = piece.backward(inputs, shifts[place].T, delta[place].T, into)
+            grad_q[place] = result.to(q.dtype).transpose(0, 1)
     return grad_q, empty_like_rows(k).copy_(grad_k), empty_like_rows(v).copy_(grad_v)
 
 
 def pieces(
-    numbers: Tensor, block: int, width: int, arithmetic: Numbers, scale: float
+    numbers: Tensor, block: int, width: int, group: int, arithmetic: Numbers, scale: float
 ) -> Iterator[tuple[int, _Blocks | _Tile]]:
     """Yield the queries of each context in pieces that take bounded memory, with the context's number."""
     context, count = numbers.shape[1:]
-    gathers = context > GATHERED * count * block
+    gathers = context * group > GATHERED * count * block
     if block >= NARROW:
-        size = MOST_LISTED // (count * block)
+        size = MOST_LISTED // (count * block * group)
     else:
-        size = TILE // (count * block * width if gathers else context)
+        size = TILE // (count * block * max(width, group) if gathers else context * group)
     for entry in range(len(numbers)):
         for first in range(0, context, max(1, size)):
             listed = numbers[entry, first : first + max(1, size)].long()
@@ -136,48 +136,54 @@ class _Blocks(NamedTuple):
         return cls(arithmetic, scale, first, numbers, size, *groups_of, -context % size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, weigh: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Attend from queries (n, D) to keys (N, D): output (n, E), logsumexp in exponents (n,), weights (n, T · L)."""
+        """Attend from queries (n, H, D) to keys (N, D).
+
+        Returns:
+            The output (n, H, E), the logsumexp in exponents (n, H), and with ``weigh`` weights (n, T · L), summed over
+            heads.
+        """
         keys, values = (self._in_blocks(x) for x in (k, v))
-        total = q.new_zeros(len(self.query) + 1, dtype=self.arithmetic.wide)  # one more, of pairs that are no rows
-        peak, products = torch.zeros_like(total), total.new_empty(len(self.query), v.shape[1])
-        powers = total.new_zeros(len(total), self.size) if weigh else None
+        # One more row, of pairs that are no rows.
+        total = q.new_zeros(len(self.query) + 1, q.shape[1], dtype=self.arithmetic.wide)
+        peak, products = torch.zeros_like(total), total.new_empty(len(self.query), q.shape[1], v.shape[1])
+        powers = total.new_zeros(*total.shape, self.size) if weigh else None
         for groups, rows, scores in self._scores(q, keys):
             peaks = scores.amax(-1, keepdim=True)
             peaks.masked_fill_(peaks == -math.inf, 0.0)
             self.arithmetic.power_(scores.sub_(peaks))
-            peak[rows], total[rows] = peaks.flatten(), scores.sum(-1).flatten()
+            peak[rows], total[rows] = peaks.view_as(peak[rows]), scores.sum(-1).view_as(peak[rows])
             if powers is not None:
-                powers[rows] = scores.flatten(0, 1)
+                powers[rows] = scores.view_as(powers[rows])
             of_values = torch.bmm(scores.to(v.dtype), values.index_select(0, self.block[groups]))
-            products[rows] = of_values.flatten(0, 1)
-        by_pair = (peak + self.arithmetic.log(total)).index_select(0, self.row).view(len(q), -1)
-        lse = (by_pair * self.arithmetic.nats).logsumexp(-1) / self.arithmetic.nats
+            products[rows] = of_values.view_as(products[rows])
+        by_pair = (peak + self.arithmetic.log(total)).index_select(0, self.row).view(len(q), -1, q.shape[1])
+        lse = (by_pair * self.arithmetic.nats).logsumexp(1) / self.arithmetic.nats
         shares = self.arithmetic.power_(
             peak[:-1] - lse.masked_fill(lse == -math.inf, math.inf).index_select(0, self.query)
         )
         shares.masked_fill_(total[:-1] == 0, 0.0)
-        out = products.new_zeros(len(q), v.shape[1])
-        out.index_add_(0, self.query, products.mul_(shares[:, None]))
+        out = products.new_zeros(*q.shape[:2], v.shape[1])
+        out.index_add_(0, self.query, products.mul_(shares[..., None]))
         if powers is None:
             return out, lse, None
-        powers[:-1] *= shares[:, None]
-        return out, lse, powers.index_select(0, self.row).view(len(q), -1)
+        powers[:-1] *= shares[..., None]
+        return out, lse, powers.sum(1).index_select(0, self.row).view(len(q), -1)
 
-    def backward(self, inputs: list[Tensor], shift: Tensor, delta: Tensor, into: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the gradient of q, (n, D), and add those of k and v, (N, ·)."""
+    def backward(self, inputs: tuple[Tensor, ...], shift: Tensor, delta: Tensor, into: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the gradient of q, (n, H, D), and add those of k and v, (N, ·)."""
         q, k, v, grad_out = inputs
         keys, values = (self._in_blocks(x) for x in (k, v))
         grad_q = torch.zeros(q.shape, dtype=self.arithmetic.wide)
         grad_k, grad_v = (torch.zeros(x.shape, dtype=self.arithmetic.wide) for x in (keys, values))
         for groups, rows, scores in self._scores(q, keys):
             query, block = self.query[rows], self.block[groups]
-            queries, grads = (x.index_select(0, query).view(-1, ROWS, x.shape[1]) for x in (q, grad_out))
-            weights = self.arithmetic.power_(scores.sub_(shift.index_select(0, query).view(-1, ROWS, 1)))
+            queries, grads = (x.index_select(0, query).view(len(block), -1, x.shape[2]) for x in (q, grad_out))
+            shifts, deltas = (x.index_select(0, query).view(len(block), -1, 1) for x in (shift, delta))
+            weights = self.arithmetic.power_(scores.sub_(shifts))
             grad_v.index_add_(0, block, torch.bmm(weights.to(q.dtype).mT, grads).to(self.arithmetic.wide))
             grad = torch.bmm(grads, values.index_select(0, block).mT).to(self.arithmetic.wide)
-            grad.sub_(delta.index_select(0, query).view(-1, ROWS, 1)).mul_(weights).mul_(self.scale)
-            grad_scores = grad.to(q.dtype)
-            of_keys = torch.bmm(grad_scores, keys.index_select(0, block)).view(-1, q.shape[1])
+            grad_scores = grad.sub_(deltas).mul_(weights).mul_(self.scale).to(q.dtype)
+            of_keys = torch.bmm(grad_scores, keys.index_select(0, block)).view(-1, *q.shape[1:])
             grad_q.index_add_(0, query, of_keys.to(self.arithmetic.wide))
             grad_k.index_add_(0, block, torch.bmm(grad_scores.mT, queries).to(self.arithmetic.wide))
         for total, grads in zip(into, (grad_k, grad_v), strict=True):
@@ -185,18 +191,18 @@ class _Blocks(NamedTuple):
         return grad_q
 
     def _scores(self, q: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield slices of groups, of their rows, and the scores of these in exponents, (·, R, L)."""
-        at_once = num_at_once(ROWS * self.size)
+        """Yield slices of groups, of their rows, and the scores of these in exponents, (·, R · H, L)."""
+        at_once = num_at_once(ROWS * q.shape[1] * self.size)
         edges = torch.searchsorted(self.partial, torch.arange(0, len(self.block) + at_once, at_once) * ROWS).tolist()
         for number, first in enumerate(range(0, len(self.block), at_once)):
             last = min(first + at_once, len(self.block))
             groups, rows = slice(first, last), slice(first * ROWS, last * ROWS)
-            queries = q.index_select(0, self.query[rows]).view(-1, ROWS, q.shape[1])
+            queries = q.index_select(0, self.query[rows]).view(last - first, -1, q.shape[2])
             scores = torch.bmm(queries, keys.index_select(0, self.block[groups]).mT).to(self.arithmetic.wide)
             scores.mul_(self.scale / self.arithmetic.nats)
             partial = slice(edges[number], edges[number + 1])
-            bias = self.bias[partial].to(self.arithmetic.wide)
-            scores.view(-1, self.size).index_add_(0, self.partial[partial] - rows.start, bias)
+            bias = self.bias[partial, None].to(self.arithmetic.wide).expand(-1, q.shape[1], -1)
+            scores.view(-1, q.shape[1], self.size).index_add_(0, self.partial[partial] - rows.start, bias)
             yield groups, rows, scores
 
     def _in_blocks(self, x: Tensor) -> Tensor:
@@ -234,21 +240,24 @@ class _Tile(NamedTuple):
         total = powers.sum(-1, keepdim=True)
         lse = peak + self.arithmetic.log(total)
         weights = powers.div_(total.masked_fill(total == 0, 1.0))
-        out = _times(weights.to(v.dtype), values).to(self.arithmetic.wide)
-        if weigh and self.columns is None:
-            weights = weights.gather(1, self.numbers.clamp_min(0)).masked_fill_(self.numbers < 0, 0.0)
-        return out, lse[:, 0], weights if weigh else None
+        out = (weights.to(v.dtype) @ values).to(self.arithmetic.wide)
+        if not weigh:
+            return out, lse[..., 0], None
+        summed = weights.sum(1)
+        if self.columns is None:
+            summed = summed.gather(1, self.numbers.clamp_min(0)).masked_fill_(self.numbers < 0, 0.0)
+        return out, lse[..., 0], summed
 
-    def backward(self, inputs: list[Tensor], shift: Tensor, delta: Tensor, into: tuple[Tensor, Tensor]) -> Tensor:
+    def backward(self, inputs: tuple[Tensor, ...], shift: Tensor, delta: Tensor, into: tuple[Tensor, Tensor]) -> Tensor:
         """Return and add gradients as ``_Blocks.backward`` does."""
         q, k, v, grad_out = inputs
         keys, values = (self._columns(x) for x in (k, v))
-        weights = self.arithmetic.power_(self._scores(q, keys).sub_(shift[:, None]))
-        grad = _times(grad_out, values.mT).to(self.arithmetic.wide).sub_(delta[:, None]).mul_(weights).mul_(self.scale)
+        weights = self.arithmetic.power_(self._scores(q, keys).sub_(shift[..., None]))
+        grad = (grad_out @ values.mT).to(self.arithmetic.wide).sub_(delta[..., None]).mul_(weights).mul_(self.scale)
         grad_scores = grad.to(q.dtype)
         self._add(into[1], weights.to(q.dtype), grad_out)
         self._add(into[0], grad_scores, q)
-        return _times(grad_scores, keys).to(self.arithmetic.wide)
+        return (grad_scores @ keys).to(self.arithmetic.wide)
 
     def _columns(self, x: Tensor) -> Tensor:
         """Return the rows of x (N, D) that are read: (n, T, D), or (W, D) for all queries."""
@@ -257,18 +266,13 @@ class _Tile(NamedTuple):
         return x.index_select(0, self.columns).view(*self.numbers.shape, x.shape[1])
 
     def _scores(self, q: Tensor, keys: Tensor) -> Tensor:
-        products = _times(q, keys.mT).to(self.arithmetic.wide)
-        return products.mul_(self.scale / self.arithmetic.nats).add_(self.bias)
+        products = (q @ keys.mT).to(self.arithmetic.wide)
+        return products.mul_(self.scale / self.arithmetic.nats).add_(self.bias[:, None])
 
     def _add(self, total: Tensor, factors: Tensor, rows: Tensor) -> None:
-        """Add the products of factors (n, W) and rows (n, D) to the rows (N, D) of the columns."""
+        """Add the products of factors (n, H, W) and rows (n, H, D) to the rows (N, D) of the columns."""
         if self.columns is None:
-            total[: self.bias.shape[1]] += factors.T @ rows
+            total[: self.bias.shape[1]] += factors.flatten(0, 1).T @ rows.flatten(0, 1)
         else:
-            products = factors[:, :, None] * rows[:, None]
+            products = factors.mT @ rows if rows.shape[1] > 1 else factors.mT * rows
             total.index_add_(0, self.columns, products.flatten(0, 1).to(total.dtype))
-
-
-def _times(rows: Tensor, columns: Tensor) -> Tensor:
-    """Multiply rows (n, D) by one matrix (D, W), or each by its own (n, D, W)."""
-    return rows @ columns if columns.dim() == 2 else torch.bmm(rows[:, None], columns)[:, 0]
