@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longstride.kernels import ConfigError, indexed, sparse_attention
 from longstride.kernels.backends.cpu import indexed as cpu
-from longstride.kernels.indexed import choose_keys, indexed_attention, indexer_loss
+from longstride.kernels.indexed import choose_keys, indexed_attention, indexer_loss, last_highest
 from longstride.kernels.patterns import Dense
 from longstride.kernels.selections import listed_positions
 from tests.harness.backends import IN_THE_INTERPRETER, WITH_TRITON
@@ -146,6 +146,19 @@ def test_of_equal_scores_the_later_keys_are_chosen() -> None:
     assert [sorted(row) for row in numbers.tolist()] == [
         [-1, -1, 0], [-1, 0, 1], *([place - 2, place - 1, place] for place in range(2, 9))
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["spread", "equal", "few"])
+def test_many_of_far_more_keys_are_the_highest(kind: str) -> None:
+    """Beside a plain sort, where scores are compared span by span."""
+    scores = torch.randn(5, 1_000, generator=torch.Generator().manual_seed(0))
+    if kind == "equal":
+        scores = scores.round()
+    elif kind == "few":
+        scores[:, torch.arange(1_000) % 17 > 0] = -torch.inf
+    expected = [sorted(range(1_000), key=lambda place: (row[place], place))[-65:] for row in scores.tolist()]
+    for row, found, of_plain in zip(scores, last_highest(scores, 65), expected, strict=True):
+        assert sorted(found.tolist()) == sorted(place if row[place] > -torch.inf else -1 for place in of_plain)
 
 
 def test_a_few_queries_behind_keys_choose_as_in_a_whole_context() -> None:
