@@ -26,7 +26,7 @@ def run_config(size: int, precision: str = "fp32", model: dict[str, Any] | None 
     train = {"output": "run", "steps": 2, "global_batch": 64, "micro_batch": 2, "learning_rate": 0.001} | changes
     content = {
         "model": model_json(**model),
-        "data": {"path": "data"},
+        "data": {"path": "absent"},
         "train": train | {"expert_parallel": size},
         "deepspeed": f"zero1_{precision}",
     }
