@@ -22,7 +22,7 @@ from longstride.kernels.selected import ADVICE, BACKENDS, selected_attention
 from longstride.kernels.selections import chosen_blocks, listed_positions
 
 SCORES = {"cpu": 1 << 19}  # of all heads of an indexer or of attention at once, so that a CPU's cache holds them
-MOST_SCORES = 1 << 26  # on other devices
+MOST_SCORES = 1 << 25  # on other devices
 
 
 def choose_keys(
