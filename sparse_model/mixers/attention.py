@@ -286,7 +286,7 @@ class Attention(Mixer):
         For heads whose keys depend on the data, this is ``num_pairs``.
         """
         chooses = (type(self).attend, type(self).attend_in) != (Attention.attend, Attention.attend_in)
-        if chooses or not self.patterns:
+        if chooses or len(self.patterns) < self.heads:
             return self.num_pairs(positions)
         rows, counts = like.new_empty(0, self.widths[0] // self.heads), Counter(self.patterns)
         return sum(count * num_pairs(pattern, positions, rows, self.backend) for pattern, count in counts.items())

@@ -7,26 +7,28 @@ width I, T numbers of chosen blocks, L positions of a block.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longstride.kernels import ConfigError, attend_listed, selected_attention, sparse_attention
+from longstride.kernels import ConfigError, attend_listed, empty_cache, selected_attention, sparse_attention
 from longstride.kernels.indexed import choose_keys, index_scores, indexed_attention, indexer_loss
-from longstride.kernels.patterns import Dense, Pattern
+from longstride.kernels.patterns import Dense, Local, Pattern
 from longstride.kernels.selections import listed_positions, within_documents
 from longstride.sparse_model.mixers.attention import NOT_FLEX, Attention, AttentionConfig, KeyValueHeads
-from longstride.sparse_model.mixers.cache import Rows
+from longstride.sparse_model.mixers.cache import KeyValues, Rows
 from longstride.sparse_model.mixers.moba import pairs_of_head
+from longstride.sparse_model.mixers.routing import LocalHeads
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
 from longstride.sparse_model.part import PLAIN, BlockContext, MixerOutput, Part, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary
 from longstride.sparse_model.strict import StrictModel
 
 MEASURED_QUERIES = 64
+HeadRows: TypeAlias = tuple[Tensor, Tensor, Tensor]  # q, k and v of some heads
 
 
 class IndexedConfig(AttentionConfig, StrictModel):
@@ -44,6 +46,9 @@ class IndexedConfig(AttentionConfig, StrictModel):
     window: Annotated[int, POSITIVE] = Field(
         default=1, description="last positions, the query's own counted, that it reads always"
     )
+    local: LocalHeads | None = Field(
+        default=None, description="heads that read the last positions alone; null: the indexer chooses for all"
+    )
     index_heads: Annotated[int, POSITIVE] = Field(default=4, description="heads of the indexer")
     index_width: Annotated[int, POSITIVE] = Field(default=32, description="channels of each; even with rotary")
     loss_weight: float = Field(default=1.0, ge=0, description="factor of the indexer's loss; 0: it does not learn")
@@ -58,13 +63,22 @@ class IndexedConfig(AttentionConfig, StrictModel):
         if blocks * self.block > self.keys:
             rule = f"may lie in {blocks} blocks, of {blocks * self.block} positions; take keys of at least that many"
             raise ConfigError.at("window", self.window, rule)
+        local, group = self.local, network.heads // (self.key_value_heads or network.heads)
+        most = network.heads - group
+        if local is not None and (local.heads > most or local.heads % group):
+            rule = f"must be below heads={network.heads}, as the indexer chooses for some heads"
+            if group > 1:
+                rule = f"must be a multiple of {group}, as so many heads share keys, below heads={network.heads}"
+            nearest = min(most, max(1, round(local.heads / group)) * group)
+            advice = f"nearest {nearest}" if most else "remove local"
+            raise ConfigError.at("local.heads", local.heads, f"{rule}; {advice}")
         if network.rotary is not None and self.index_width % 2:
             raise ConfigError.at("index_width", self.index_width, f"must be even; nearest {self.index_width + 1}")
         if network.backend == "flex":
             raise ConfigError.at("type", self.type, NOT_FLEX)
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
-        return ()
+        return () if self.local is None else (Local(self.local.window),) * self.local.heads
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> IndexedAttention:
         return IndexedAttention(network, self, rotary)
@@ -112,7 +126,9 @@ class Indexer(Part):
 
 
 class IndexedAttention(Attention):
-    """Attention of all heads of a query to the blocks that its indexer scores highest, up to its own position.
+    """Attention of a query to the blocks that its indexer scores highest, up to its own position.
+
+    The first heads may read a window instead; then they have no part in the choice, in the loss or in measures.
 
     The choice has no gradient. In training the loss is the Kullback-Leibler divergence of the indexer's softmax over
     the keys that are read from the attention weights, averaged over heads; only the indexer has its gradient. The
@@ -120,8 +136,9 @@ class IndexedAttention(Attention):
     """
 
     def __init__(self, network: NetworkConfig, config: IndexedConfig, rotary: Rotary | None) -> None:
-        super().__init__(network, (), rotary, key_value_heads=config.key_value_heads)
-        self.config = config
+        patterns = config.head_patterns(network)
+        super().__init__(network, patterns, rotary, key_value_heads=config.key_value_heads)
+        self.config, self.local = config, len(patterns)
         self.indexer = Indexer(network, config)
 
     def forward(self, h: Tensor, context: BlockContext = PLAIN) -> MixerOutput:
@@ -137,18 +154,26 @@ class IndexedAttention(Attention):
             rows = state.extend(q, k, v, index, first)
         else:
             starts = None if places is None else torch.arange(h.shape[1], device=h.device) - places
+            local, (q, k, v) = self.by_choice(q, k, v)
             rows, loss = self.attend_chosen(q, k, v, index, starts, context.real)
+            if self.local:
+                rows = torch.cat([self.attend_in(context, *local, slice(self.local)).rows, rows], 1)
             if not self.training and self.measures == {}:
                 self.measures |= self.measure_choice(q, k, index, starts, context.real)
         return MixerOutput(self._project(rows.transpose(1, 2).flatten(2), h), loss)
 
+    def by_choice(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[HeadRows, HeadRows]:
+        """Split q (B, H, …), k and v (B, K, …) into those of local heads and those of the others."""
+        heads, shared = self.local, self.local // self.group
+        return (q[:, :heads], k[:, :shared], v[:, :shared]), (q[:, heads:], k[:, shared:], v[:, shared:])
+
     def attend_chosen(
         self, q: Tensor, k: Tensor, v: Tensor, index: Index, starts: Tensor | None = None, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend over whole contexts: rows (B, H, N, Dv), and in training the loss of the indexer."""
+        """Attend in heads that are not local: rows (B, h, N, Dv), and in training the loss of the indexer."""
         loss, backend, learns = None, self.backend, self.training and self.config.loss_weight > 0
         if q.shape[2] <= self.config.keys:
-            patterns = (Dense(),) * self.heads
+            patterns = (Dense(),) * q.shape[1]
             if starts is None:
                 rows = sparse_attention(q, k, v, patterns, backend=backend)
             else:
@@ -173,12 +198,22 @@ class IndexedAttention(Attention):
         )  # fmt: skip
 
     def new_cache(self, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> Any:
-        keys, values = self.empty_rows(batch, length, device, dtype)
-        return IndexedCache(self, keys, values)
+        heads = self.local // self.group
+
+        def empty(heads: int, patterns: Any) -> tuple[Tensor, Tensor]:
+            keys, values = (
+                empty_cache(batch, heads, length, width // self.key_value_heads, patterns, device=device, dtype=dtype)
+                for width in self.widths[-2:]
+            )
+            return keys, values
+
+        local = KeyValues(*empty(heads, self.patterns), self.patterns, self.backend) if self.local else None
+        return IndexedCache(self, *empty(self.key_value_heads - heads, Dense()), local)
 
     def num_pairs(self, positions: int) -> int:
         """Count the pairs, which do not depend on the choice: a query with fewer keys before it reads all of them."""
-        return self.heads * pairs_of_head(positions, self.config.block, self.config.keys // self.config.block)
+        pairs = pairs_of_head(positions, self.config.block, self.config.keys // self.config.block)
+        return super().num_pairs(positions) + (self.heads - self.local) * pairs
 
     def work(self, positions: int, batch: int) -> Work:
         indexer = self.indexer
@@ -187,6 +222,8 @@ class IndexedAttention(Attention):
         return super().work(positions, batch) + Work(linear=linear, choosing=scores)
 
     def reads(self, h: Tensor, head: int, context: BlockContext = PLAIN) -> Callable[[Tensor], Tensor]:
+        if head < self.local:
+            return super().reads(h, head, context)
         length, places = h.shape[1], context.places
         if self.convolution is not None:
             h = self.convolution(h, places=places)
@@ -229,7 +266,7 @@ class IndexedAttention(Attention):
         for entry, query in found[spaced.to(q.device)].tolist():
             keys = self._keys_of(index, entry, query, starts)
             start = 0 if starts is None else int(starts[entry, query])
-            queries = q[entry, :, query].float().view(self.key_value_heads, self.group, -1)
+            queries = q[entry, :, query].float().view(k.shape[1], self.group, -1)
             scores = (queries @ k[entry, :, start : query + 1].float().mT).flatten(0, 1) * q.shape[-1] ** -0.5
             mass = scores.softmax(-1)[:, keys - start].sum(-1).mean()
             target = scores[:, keys - start].softmax(-1).mean(0)
@@ -243,26 +280,33 @@ class IndexedAttention(Attention):
 
 
 class IndexedCache(Rows):
-    """A cache of keys and values, and of the indexer's keys."""
+    """A cache of keys and values, and of the indexer's keys; local heads have one of their own."""
 
-    def __init__(self, owner: IndexedAttention, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, owner: IndexedAttention, keys: Tensor, values: Tensor, local: KeyValues | None) -> None:
         super().__init__(keys, values)
-        self.owner = owner
+        self.owner, self.local = owner, local
         self.index_keys = keys.new_empty(len(keys), keys.shape[2], owner.indexer.width)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, index: Index, first: int) -> Tensor:
         """Write n rows from position ``first`` on, (B, K, n, ·), and return their outputs, (B, H, n, Dv)."""
-        owner, last = self.owner, first + q.shape[2]
+        owner, last, rows = self.owner, first + q.shape[2], []
+        local, (q, k, v) = owner.by_choice(q, k, v)
+        if self.local is not None:
+            rows.append(self.local.extend(*local, first) if first else self.local.begin(*local))
         self.write(slice(first, last), k, v)
         self.index_keys[:, first:last] = index.k
-        if not first:
-            return owner.attend_chosen(q, k, v, index)[0]
-        numbers = owner.choose(index._replace(k=self.index_keys[:, :last]), first=first)
-        query = torch.arange(first, last, device=q.device)
-        places = listed_positions(numbers, owner.config.block, query)[:, None].expand(-1, q.shape[1], -1, -1)
-        steps = [attend_listed(q[:, :, n], self.keys, self.values, places[:, :, n]) for n in range(q.shape[2])]
-        return torch.stack(steps, 2)
+        if first:
+            numbers = owner.choose(index._replace(k=self.index_keys[:, :last]), first=first)
+            query = torch.arange(first, last, device=q.device)
+            places = listed_positions(numbers, owner.config.block, query)[:, None].expand(-1, q.shape[1], -1, -1)
+            steps = [attend_listed(q[:, :, n], self.keys, self.values, places[:, :, n]) for n in range(q.shape[2])]
+            rows.append(torch.stack(steps, 2))
+        else:
+            rows.append(owner.attend_chosen(q, k, v, index)[0])
+        return torch.cat(rows, 1)
 
     def take(self, source: Any, order: Tensor, length: int, into: slice) -> None:
         super().take(source, order, length, into)
         self.index_keys[into, :length] = source.index_keys[order, :length]
+        if self.local is not None:
+            self.local.take(source.local, order, length, into)

@@ -62,9 +62,9 @@ _MASK = (1 << 32) - 1  # of hashes
 
 
 class LocalHeads(StrictModel):
-    """Local heads that read the last positions; the other heads are routed."""
+    """The first heads, which read the last positions; the others choose by content."""
 
-    heads: Annotated[int, POSITIVE] = Field(description="that read the last positions; the others are routed")
+    heads: Annotated[int, POSITIVE] = Field(description="that read the last positions; the others choose by content")
     window: Annotated[int, POSITIVE] = Field(description="keys, the query included")
 
 

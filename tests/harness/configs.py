@@ -154,7 +154,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
             {"type": "indexed", "keys": 9, "window": 3, "index_heads": 2, "index_width": 6},
             {
                 "type": "indexed", "keys": 12, "block": 4, "window": 5, "index_heads": 3, "index_width": 4,
-                "key_value_heads": 2,
+                "key_value_heads": 2, "local": {"heads": 2, "window": 6},
             },
         ],
     },

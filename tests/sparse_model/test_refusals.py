@@ -15,6 +15,7 @@ MPNET = {"type": "permuted", "share": 0.3, "span": 2}
 FIXED_7 = {"type": "fixed", "stride": 7, "summary": 1}  # does not divide the context
 LONG = {"context": 4096, "embedding": {"type": "tokens"}}
 NO_ATTENTION = "only applies to attention, and no layer uses attention; remove it "
+SHARED = ", as so many heads share keys, below heads=4"
 NOT_DENSE = 'decides who reads whom, which objective permuted does; take {"type": "dense", "causal": false}'
 ONE_SIDE = "reads no later positions, and objective permuted needs both sides; set it"
 OWN_KEYS = "each head has keys and values of its own"
@@ -62,6 +63,12 @@ CASES: list[Case] = [
         ({"keys": 10, "block": 4}, "keys=10: must be a multiple of block=4; nearest 8"),
         ({"keys": 8, "block": 4, "window": 6}, "window=6: may lie in 3 blocks, of 12 positions; take keys of at least"),
         ({"keys": 2, "window": 3}, "window=3: may lie in 3 blocks, of 3 positions; take keys of at least"),
+        *((local | {"local": {"heads": heads, "window": 3}}, f"local.heads={heads}: must be {line}")
+          for local, heads, line in (
+              ({}, 4, "below heads=4, as the indexer chooses for some heads; nearest 3"),
+              ({"key_value_heads": 2}, 1, f"a multiple of 2{SHARED}; nearest 2"),
+              ({"key_value_heads": 2}, 7, f"a multiple of 2{SHARED}; nearest 2"),
+              ({"key_value_heads": 1}, 1, f"a multiple of 4{SHARED}; remove local"))),
         ({"index_heads": 0}, "index_heads=0: must be greater than 0"),
         ({"loss_weight": -1.0}, "loss_weight=-1.0: must be greater than or equal to 0"),
         ({"index_head": 2}, "index_head: unknown key; nearest index_heads"),

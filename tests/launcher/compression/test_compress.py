@@ -89,7 +89,7 @@ BY_CONTENT: tuple[dict[str, Any], ...] = (
     {"type": "lsh", "buckets": 4, "rounds": 2, "chunk": 5},
     {"type": "match", "window": 8, "order": 2, "matches": 4},
     {"type": "moba", "block": 8, "top": 3},
-    {"type": "indexed", "keys": 12, "window": 3},
+    {"type": "indexed", "keys": 12, "window": 3, "local": {"heads": 1, "window": 8}},
     {"type": "recurrent", "width": 24},
     {"type": "compressed", "block": 4, "distance": 2},
     {"type": "nsa", "block": 4, "distance": 2, "selected_block": 8, "selected": 4, "window": 8},

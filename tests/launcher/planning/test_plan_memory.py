@@ -74,7 +74,8 @@ RECURRENT = (
 DELTA = ('model.attention={"type": "delta", "heads": 2}',)
 COMPRESSED = ('model.attention={"type": "compressed", "block": 4, "distance": 2, "key_value_heads": 1}',)
 NSA = ('model.attention={"type": "nsa", "block": 4, "distance": 2, "selected_block": 4, "selected": 4, "window": 8}',)
-INDEXED = (f'model.attention=[{LOCAL}, {{"type": "indexed", "keys": 16, "block": 4, "index_width": 8}}]',)
+INDEXER = '{"type": "indexed", "keys": 16, "block": 4, "index_width": 8, "local": {"heads": 1, "window": 8}}'
+INDEXED = (f"model.attention=[{LOCAL}, {INDEXER}]",)
 PRODUCT_KEYS = ('model.feed_forward={"type": "product_keys", "keys": 9, "top": 5, "heads": 2, "query_width": 8}',)
 MIXTURES = (SANDWICH, ONE_LARGE, EXPERTS_IN_TURN)
 CARRIED = (

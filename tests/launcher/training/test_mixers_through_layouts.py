@@ -36,7 +36,7 @@ SYNTHESIZER = [
 INDEXED = [
     {"type": "indexed", "keys": 12, "window": 3, "index_heads": 2, "index_width": 8},
     STRIDED,
-    {"type": "indexed", "keys": 16, "block": 4, "index_width": 8},
+    {"type": "indexed", "keys": 16, "block": 4, "index_width": 8, "local": {"heads": 1, "window": 6}},
 ]
 EXPERTS = 'model.feed_forward=[{"type": "dense"}, {"type": "experts", "count": 3}]'
 COMMON = ("model.dropout=0", "model.backend=auto")

@@ -155,7 +155,7 @@ def test_the_length_of_the_last_stage_follows_from_steps(tmp_path: Path) -> None
 def test_another_attention_shares_the_parameters(final: str) -> None:
     """The mixers of a stage give what a model of that attention gives with the same weights, and train them."""
     kinds = {
-        "indexed": {"type": "indexed", "keys": 8, "block": 2},
+        "indexed": {"type": "indexed", "keys": 8, "block": 2, "local": {"heads": 1, "window": 3}},
         "moba": {"type": "moba", "block": 4, "top": 2},
         "match": {"type": "match", "window": 4},
         "routing": {"type": "routing", "clusters": 4, "window": 4},
@@ -165,7 +165,7 @@ def test_another_attention_shares_the_parameters(final: str) -> None:
         "attention": kinds.get(final, {"type": "dense"}),
     }  # fmt: skip
     local = {"type": "local", "window": 3}
-    dense = {"type": "indexed", "keys": 32, "block": 2}  # an indexer's warm-up
+    dense = {**kinds["indexed"], "keys": 32}  # an indexer's warm-up
     short = ModelConfig.model_validate(content | {"attention": dense if final == "indexed" else local})
     model = SparseTransformer(ModelConfig.model_validate(content))
     names = [name for name, _ in model.named_parameters()]
