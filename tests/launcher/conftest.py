@@ -80,9 +80,9 @@ def config_file(data: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def exported(tmp_path: Path) -> Path:
-    """An exported model whose every parameter is random: its bytes are anything."""
-    return random_export(tmp_path / "model")
+def exported(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """An exported model whose every parameter is random: its bytes are anything. Its parameter changes the model."""
+    return random_export(tmp_path / "model", **getattr(request, "param", {}))
 
 
 @pytest.fixture

@@ -24,6 +24,9 @@ from longstride.sparse_model import Session, SparseTransformer
 from tests.harness.served import alone, post_json, served
 from tests.harness.tiny_models import EMBEDDINGS, plain_config, tiny_export
 
+INDEXED = {"type": "indexed", "keys": 8, "block": 4, "window": 5, "local": {"heads": 1, "window": 6}}
+each_model = pytest.mark.parametrize("exported", [{}, {"attention": INDEXED}], ids=["local", "indexed"], indirect=True)
+
 
 @pytest.fixture
 def model(exported: Path) -> SparseTransformer:
@@ -63,6 +66,7 @@ def test_completion_has_the_bytes_of_a_sample(url: str, model: SparseTransformer
     assert len(content_of(post(url)["choices"][0])) == 16  # all that OpenAI's defaults ask for
 
 
+@each_model
 def test_choices_do_not_depend_on_what_stands_beside_them(url: str, model: SparseTransformer) -> None:
     prompts = [list(b"abc"), [256, *b"xyz"], list(b"abc"), [255]]  # 256 is the start
     choices = post(url, prompt=prompts, n=3, seed=7, max_tokens=20)["choices"]
@@ -87,6 +91,7 @@ def test_requests_at_once_have_the_bytes_that_each_has_alone(url: str, model: Sp
         assert content_of(answer["choices"][0]) == expected
 
 
+@each_model
 @pytest.mark.parametrize("shared", [False, True])
 def test_contexts_are_computed_apart_unless_they_are_shared(
     shared: bool, model: SparseTransformer, monkeypatch: pytest.MonkeyPatch
