@@ -300,6 +300,7 @@ class HeadWidths(NamedTuple):
     value: int  # Dv
     in_kernels: bool = True  # whether the attention kernels read them, instead of torch operations
     kept_heads: int | None = None  # of keys and values; None: as many as of queries
+    extra_cached: int = 0  # channels of a position that all heads together cache besides these keys and values
 
 
 class PartConfig(ABC):

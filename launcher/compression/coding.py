@@ -52,7 +52,9 @@ def rows_for(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
     if config.carries:
         return 1
     widths = [block.mixer.head_widths(config) for block in config.blocks() if block.mixer is not None]
-    values = sum((head.kept_heads or config.heads) * (head.query_key + head.value) for head in widths)
+    values = sum(
+        (head.kept_heads or config.heads) * (head.query_key + head.value) + head.extra_cached for head in widths
+    )
     position_bytes = values * dtype.itemsize
     fitting = _MOST_CACHE_BYTES // (position_bytes * min(max(size, 1), config.context))
     return max(1, min(fitting, MOST_ROWS, -(-size // config.context)))

@@ -23,7 +23,7 @@ from longstride.sparse_model.mixers.cache import KeyValues, Rows
 from longstride.sparse_model.mixers.moba import pairs_of_head
 from longstride.sparse_model.mixers.routing import LocalHeads
 from longstride.sparse_model.network import POSITIVE, NetworkConfig
-from longstride.sparse_model.part import PLAIN, BlockContext, MixerOutput, Part, Work, draw_linear
+from longstride.sparse_model.part import PLAIN, BlockContext, HeadWidths, MixerOutput, Part, Work, draw_linear
 from longstride.sparse_model.rotary import PreparedHeads, Rotary
 from longstride.sparse_model.strict import StrictModel
 
@@ -79,6 +79,9 @@ class IndexedConfig(AttentionConfig, StrictModel):
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         return () if self.local is None else (Local(self.local.window),) * self.local.heads
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        return super().head_widths(network)._replace(extra_cached=self.index_width)
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> IndexedAttention:
         return IndexedAttention(network, self, rotary)

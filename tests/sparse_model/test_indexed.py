@@ -153,6 +153,17 @@ def test_pairs_are_those_that_are_read(changes: dict[str, Any]) -> None:
         assert not weights[~reads[head]].any()
 
 
+@pytest.mark.parametrize("changes", [{}, LOCAL, {**LOCAL, "key_value_heads": 2}], ids=str)
+def test_caches_have_the_channels_that_are_declared(changes: dict[str, Any]) -> None:
+    model = model_of({**INDEXED, **changes}, layers=1, query_key_ratio=0.5)
+    state = model.new_states(2, 40, torch.device("cpu"), torch.float64)[0]
+    rows = [state.keys, state.values, state.index_keys, *([state.local.keys, state.local.values] if changes else [])]
+    (block,) = model.config.blocks()
+    widths = block.mixer.head_widths(model.config)
+    channels = (widths.kept_heads or 4) * (widths.query_key + widths.value) + widths.extra_cached
+    assert sum(each.numel() for each in rows) == 2 * 40 * channels
+
+
 @pytest.mark.parametrize("changes", [{}, {"block": 1, "window": 3}, {"keys": 40}, LOCAL], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_bit_of_a_row_depends_on_later_tokens(changes: dict[str, int], dtype: torch.dtype) -> None:

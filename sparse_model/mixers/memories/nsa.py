@@ -31,7 +31,7 @@ from longstride.sparse_model.mixers.memories.compressed import (
 )
 from longstride.sparse_model.mixers.moba import SCORES, highest, pairs_of_head
 from longstride.sparse_model.network import POSITIVE, NetworkConfig, nearest_divisor
-from longstride.sparse_model.part import PLAIN, BlockContext, Mixer, MixerOutput, Work, draw_linear
+from longstride.sparse_model.part import PLAIN, BlockContext, HeadWidths, Mixer, MixerOutput, Work, draw_linear
 from longstride.sparse_model.rotary import Rotary
 from longstride.sparse_model.strict import StrictModel
 from longstride.sparse_model.tiles import wide_of
@@ -75,6 +75,12 @@ class NsaConfig(AttentionConfig, StrictModel):
 
     def head_patterns(self, network: NetworkConfig) -> tuple[Pattern, ...]:
         return ()
+
+    def head_widths(self, network: NetworkConfig) -> HeadWidths:
+        """Count the keys and values of two branches, and the summaries of the third."""
+        widths = super().head_widths(network)
+        channels = (self.key_value_heads or network.heads) * (widths.query_key + widths.value)
+        return widths._replace(extra_cached=channels + -(-channels // self.distance))
 
     def make(self, network: NetworkConfig, rotary: Rotary | None) -> NativeSparseAttention:
         return NativeSparseAttention(network, self, rotary)

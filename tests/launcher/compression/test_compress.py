@@ -234,3 +234,9 @@ def test_large_caches_stand_in_fewer_rows(exported: Path) -> None:
     assert rows_for(large.model_copy(update=without_keys), 10**6, torch.float32) == 10
     shared = {"context": 1024, "attention": {"type": "dense", "key_value_heads": 2}}
     assert rows_for(large.model_copy(update=shared), 10**6, torch.float32) == 21
+    for attention, rows in (  # keys and values of 1,024 channels, and those of indexes, or of branches and summaries
+        ({"type": "indexed", "keys": 16, "index_width": 512}, 3),
+        ({"type": "nsa"}, 2),
+    ):
+        more = large.model_copy(update={"context": 1024, "attention": attention})
+        assert rows_for(more, 10**6, torch.float32) == rows
