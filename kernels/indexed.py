@@ -72,7 +72,9 @@ def _choose_keys(
     backend: str,
     first: int,
 ) -> Tensor:
-    rows = q.shape[1]
+    rows, backend = q.shape[1], choose_backend(backend, BACKENDS, (q, q, q), ADVICE)
+    if backend != "triton":
+        k = k.to(accumulator_dtype(k.dtype))  # once for all tiles
     numbers = q.new_full((len(q), rows, min(count, -(-k.shape[1] // block))), -1, dtype=torch.int32)
     for entry, some, columns in tiles(len(q), rows, 1, first, q.device):
         scores = index_scores(q[entry, some], k[entry, :columns], weights[entry, some], first + some.start, backend)
