@@ -75,7 +75,7 @@ class SparseTransformer(Part):
     def num_parameters(config: ModelConfig) -> int:
         """Count the parameters of a configuration's model without allocating it."""
         with torch.device("meta"):
-            return sum(parameter.numel() for parameter in SparseTransformer(config).parameters())
+            return sum(parameter.numel() for parameter in SparseTransformer(config, initialize=False).parameters())
 
     @staticmethod
     def of_each_kind(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConfig, int]]:

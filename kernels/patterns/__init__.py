@@ -8,7 +8,7 @@ dataclass of another package is an entry point of the group ``longstride.pattern
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from longstride.kernels.errors import ConfigError, Problem, nearest
 from longstride.kernels.patterns.base import Pattern, PatternPart, declares_causal, divisors
@@ -36,13 +36,15 @@ PATTERNS: dict[str, type] = {
 GROUP = "longstride.patterns"  # of entry points
 
 
-def pattern_from_json(value: object, *, sibling_keys: Sequence[str] = (), alternatives: Sequence[str] = ()) -> Pattern:
+def pattern_from_json(
+    value: object, *, sibling_keys: Sequence[str] = (), alternatives: Callable[[], list[str]] = list
+) -> Pattern:
     """Create the pattern that a JSON object describes, e.g. ``{"type": "fixed", "stride": 128, "summary": 32}``.
 
     Args:
         value: the object.
         sibling_keys: keys that the caller has already removed, suggested for misspelt ones.
-        alternatives: types and keys that the caller accepts in place of a pattern, suggested likewise.
+        alternatives: lists types and keys that the caller accepts in place of a pattern, suggested likewise.
 
     Raises:
         ConfigError: a type or a key is unknown or missing, or a value breaks the pattern's rule.
@@ -50,13 +52,13 @@ def pattern_from_json(value: object, *, sibling_keys: Sequence[str] = (), altern
     if not isinstance(value, dict):
         raise ConfigError(Problem("type", f"a pattern is an object with a type: {', '.join(PATTERNS)}"))
     if "type" not in value:
-        advice = {key: nearest(key, ["type", *alternatives]) for key in map(str, value)}
+        advice = {key: nearest(key, ["type", *alternatives()]) for key in map(str, value)}
         problems = [Problem(key, f"unknown key; {near}") for key, near in advice.items() if near.startswith("nearest")]
         raise ConfigError(*(problems or [Problem("type", f"missing; one of {', '.join(PATTERNS)}")]))
     kind = value["type"]
     cls = class_named(kind, PATTERNS, GROUP) if isinstance(kind, str) else None
     if cls is None:
-        near = nearest(str(kind), [*PATTERNS, *alternatives, *registered_names(GROUP)])
+        near = nearest(str(kind), [*PATTERNS, *alternatives(), *registered_names(GROUP)])
         raise ConfigError.at("type", kind, f"must be a pattern's name; {near}")
     if not dataclasses.is_dataclass(cls):
         raise ConfigError.at("type", kind, f"must name a pattern, a frozen dataclass, and {import_path(cls)} is none")

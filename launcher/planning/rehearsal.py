@@ -113,7 +113,7 @@ def _rehearse(
         # The lists of exchanged keys have content: see below.
         modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         # All backends have the same shapes, and the CPU's runs on any machine.
-        model = SparseTransformer(config.model.model_copy(update={"backend": "cpu"}), blocks)
+        model = SparseTransformer(config.model.model_copy(update={"backend": "cpu"}), blocks, initialize=False)
         for parameter in model.parameters():  # only parameters, like DeepSpeed
             parameter.data = parameter.data.to(DTYPES[config.precision])
         for module in model.modules():

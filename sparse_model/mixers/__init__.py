@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -126,8 +126,9 @@ def _from_entry(entry: Any, network: NetworkConfig, listed: bool) -> Sequence[Mi
     if "heads" in entry:
         layers = [_patterns_of_groups(entry, network)]
     else:
-        alternatives = ["heads", *MIXERS, *registered_names(GROUP)]
-        pattern, combine = _pattern_and_combination(entry, network.context, [SHARED], alternatives)
+        pattern, combine = _pattern_and_combination(
+            entry, network.context, [SHARED], lambda: ["heads", *MIXERS, *registered_names(GROUP)]
+        )
         factors = pattern.factors()
         if combine == "interleaved" and listed and len(factors) > 1:
             raise ConfigError.at("combine", combine, "the list is a cycle already; make each factor one of its entries")
@@ -188,11 +189,11 @@ def _patterns_of_group(group: Any, network: NetworkConfig) -> Sequence[Pattern]:
 
 
 def _pattern_and_combination(
-    entry: dict[str, Any], context: int, extra_keys: Sequence[str], alternatives: Sequence[str] = ()
+    entry: dict[str, Any], context: int, extra_keys: Sequence[str], alternatives: Callable[[], list[str]] = list
 ) -> tuple[Pattern, str]:
     """Parse a pattern object and how its factors are combined.
 
-    ``extra_keys``: keys that were removed from it. ``alternatives``: what could replace it, for messages.
+    ``extra_keys``: keys that were removed from it. ``alternatives`` lists what could replace it, for messages.
     """
     combine = entry.get("combine", "merged")
     if combine not in COMBINATIONS:

@@ -95,7 +95,8 @@ def definition(model: SparseTransformer, tokens: Tensor, inputs: Tensor, order: 
         q, k, v = (x[0] for x in block.attention.heads_of(block.attention.query_key_value(normed)[None], places[None]))
         scores = q @ k.mT / q.shape[-1] ** 0.5
         if model.shared is not None:
-            buckets = torch.tensor([[bucket(int(key - row)) for key in places] for row in places])
+            numbers = places.tolist()
+            buckets = torch.tensor([[bucket(key - row) for key in numbers] for row in numbers])
             scores = scores + model.shared.biases.weight[buckets].permute(2, 0, 1)
         scores = scores.masked_fill(~allowed, -torch.inf)
         h = h + block.attention.projection((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))

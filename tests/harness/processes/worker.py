@@ -399,6 +399,8 @@ def work(arguments: list[str], stop: StopFlag | None = None) -> NoReturn:
     for name, change in CHANGES.items():
         if name in os.environ:
             change(os.environ[name])
+    if not os.environ.keys() & {"FLUSHES", "FAILING", "FAULT"}:
+        os.fsync = lambda _: None  # what no test looks at need not wait for the disk
     with nonblocking_output():
         leave(run(arguments, stop))
 

@@ -2,7 +2,6 @@
 
 import io
 import random
-import subprocess
 import sys
 import wave
 from pathlib import Path
@@ -17,7 +16,7 @@ from longstride.data_pipelines.shards.verify import Sample, sample_documents
 from longstride.data_pipelines.stores import open_store
 from longstride.launcher import cli
 from longstride.launcher.drawing.samples import draw_samples, envelope, print_texts, safe_text
-from tests.harness.runs import ROOT
+from tests.hostile.commands import Commands
 from tests.launcher.conftest import Refusal
 
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
@@ -82,14 +81,9 @@ def test_text_for_a_terminal_of_few_characters(tmp_path: Path, monkeypatch: pyte
     assert b"caf\\xe9\n" in terminal.getvalue()
 
 
-def test_text_for_a_reader_that_has_seen_enough(folders: Path) -> None:
-    command = [sys.executable, "-m", "longstride.launcher.cli", "data", "show", str(folders / "text")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    with process.stderr:
-        assert process.stderr.read() == ""
-    assert process.wait() == 141
+def test_text_for_a_reader_that_has_seen_enough(folders: Path, commands: Commands) -> None:
+    ended = commands("data", "show", folders / "text", stdout="closed", seconds=120.0)
+    assert (ended.err, ended.code) == ("", 141)
 
 
 def test_pictures_are_drawn_in_their_colours(folders: Path) -> None:

@@ -1,10 +1,10 @@
 """Programs of torch.export: the logits of the model at every length, and what cannot be traced."""
 
+import functools
 import importlib.util
 import json
 import math
 import zipfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from tests.harness.tiny_models import assert_next_logits, random_export
 from tests.launcher.conftest import Refusal
 
 LENGTHS = ((1, 1), (2, 2), (3, 7), (1, 17), (2, 39))  # batches, and tokens of contexts of 40
+PRODUCT_KEYS = {"type": "product_keys", "keys": 9, "top": 5, "heads": 2, "query_width": 8}
 RECIPE = {**LATER, "ngrams": {"orders": [2, 12], "rows": 61}, "reversible": True, "layers": 2} | {
-    "feed_forward": [{"type": "experts", "count": 3, "activation": "squared_relu"}, {"type": "dense"}],
+    "feed_forward": [{"type": "experts", "count": 3, "activation": "squared_relu"}, PRODUCT_KEYS],
     "attention": [{**ATTENTIONS["heads"], "key_value_heads": 2}, ATTENTIONS["bigbird"]],
 }
 UNTRACED = ("adaptive_span", "compressed", "delta", "entmax", "indexed", "moba", "nsa", "recurrent", "synthesizer")
@@ -47,7 +48,6 @@ def test_program_has_the_models_logits_at_every_length(tmp_path: Path) -> None:
         pytest.param({"attention": {"type": "linformer", "rows": 8}}, marks=pytest.mark.campaign, id="mixtures"),
         pytest.param(
             {"attention": {"type": "linformer", "rows": 8, "share": "layers"}},
-            marks=pytest.mark.campaign,
             id="mixtures of all layers",
         ),
         pytest.param({"attention": {"type": "dense", "causal": False}, "relative_bias": {}}, id="biases"),
@@ -63,7 +63,10 @@ def test_program_has_the_models_logits_at_every_length(tmp_path: Path) -> None:
                 "attention": [
                     {"type": "longformer", "window": 4, "globals": 2, "causal": False},
                     {"type": "dense", "causal": False},
-                ]
+                ],
+                "norm_position": "after",
+                "embedding_norm": True,
+                "output": {"tied": True, "transform": True, "bias": True},
             },
             id="patterns",
         ),
@@ -91,9 +94,15 @@ def test_every_system_is_traced_or_refused(name: str, tmp_path: Path) -> None:
         assert_next_logits(folder, program, *LENGTHS)
 
 
-def test_verb_writes_a_program_that_names_no_file_of_this_machine(
-    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_verb_writes_a_program_that_names_no_file_of_this_machine_or_refuses_another(
+    exported: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    refusal: Refusal,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The program is traced once, as that takes seconds. One that computes something else is refused."""
+    monkeypatch.setattr(programs, "traced_program", functools.cache(traced_program))
     output = tmp_path / "made/pt2"
     assert cli.main(["export", str(exported), "--format", "pt2", "--output", str(output)]) == 0
     told = capsys.readouterr().err
@@ -103,6 +112,14 @@ def test_verb_writes_a_program_that_names_no_file_of_this_machine(
         everything = b"".join(archive.read(name) for name in archive.namelist())
     for path in (ROOT, tmp_path, Path(torch.__file__).parents[1]):
         assert str(path).encode() not in everything
+    for logit, apart in ((0.0, "1.0e+00"), (math.nan, "nan")):
+        found = functools.partial(torch.full, fill_value=logit)
+        monkeypatch.setattr(
+            programs, "_load_program", lambda *_, found=found: lambda tokens: found((*tokens.shape, 256))
+        )
+        told = refusal("export", exported, "--format", "pt2", "--output", tmp_path / "deep/new")
+        rule = f"the program's logits differ from the model's by {apart} of the largest, and rounding "
+        assert told.startswith(f"{exported}: {rule}")
 
 
 def test_what_cannot_be_is_told_in_one_line(
@@ -133,16 +150,3 @@ def test_what_cannot_be_is_told_in_one_line(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else find(name))
     told = '--format=onnx: needs the package onnxscript, which is not installed; pip install "longstride[onnx]"'
     assert refusal("export", exported, "--format", "onnx", *new) in (told, told.replace("onnxscript", "onnx"))
-
-
-def test_program_that_computes_otherwise_is_refused(
-    exported: Path, tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for logit, apart in ((0.0, "1.0e+00"), (math.nan, "nan")):
-        found = partial(torch.full, fill_value=logit)
-        monkeypatch.setattr(
-            programs, "_load_program", lambda *_, found=found: lambda tokens: found((*tokens.shape, 256))
-        )
-        told = refusal("export", exported, "--format", "pt2", "--output", tmp_path / "deep/new")
-        rule = f"the program's logits differ from the model's by {apart} of the largest, and rounding "
-        assert told.startswith(f"{exported}: {rule}")

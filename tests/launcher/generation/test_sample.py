@@ -12,6 +12,7 @@ from longstride.launcher import cli
 from longstride.launcher.generation.sample import write_text
 from tests.harness.runs import ROOT
 from tests.harness.tiny_models import tiny_export
+from tests.hostile.commands import Commands
 from tests.launcher.conftest import Refusal
 
 
@@ -80,13 +81,9 @@ def test_pictures_and_sounds_are_kept_from_a_terminal(
     assert rule in refusal("sample", tiny_export(tmp_path / "image", "image"))
 
 
-def test_sample_stops_quietly_where_nobody_reads(exported: Path) -> None:
-    command = [sys.executable, "-m", "longstride.launcher.cli", "sample", str(exported)]
-    writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert writer.stdout is not None and writer.stderr is not None
-    writer.stdout.close()
-    assert (writer.stderr.read(), writer.wait()) == (b"", 141)
-    writer.stderr.close()
+def test_sample_stops_quietly_where_nobody_reads(exported: Path, commands: Commands) -> None:
+    ended = commands("sample", exported, stdout="closed", seconds=120.0)
+    assert (ended.err, ended.code) == ("", 141)
 
 
 def test_terminal_shows_whole_characters_and_no_controls() -> None:

@@ -1,15 +1,13 @@
 """`longstride plan --measure`: a step from one block of each kind, against the step of the whole by the same engine."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from longstride.launcher.config import load_config
 from longstride.launcher.planning.measuring import Timed
-from tests.harness.runs import ROOT, plain_environment
+from tests.hostile.commands import Commands
 from tests.launcher.conftest import Refusal
 
 
@@ -24,15 +22,13 @@ def test_a_step_is_made_of_its_parts() -> None:
     assert 2 * (3 * 11 + 100) + 1_000 < timed.step_seconds(deeper, 2) < 2 * (3 * 11 + 100) + 3_000
 
 
-def test_a_plan_is_timed_here(tmp_path: Path, config_file: Path) -> None:
+def test_a_plan_is_timed_here(commands: Commands, config_file: Path) -> None:
     """In a process of its own, as DeepSpeed remembers a process's group; on two kinds of blocks, of six."""
     words = [str(config_file), "model.layers=6", "--measure", "--json", "--processes", "1", "2"]
     words += ['model.attention={"type": "fixed", "stride": 8, "summary": 2, "combine": "interleaved"}']
-    command = [sys.executable, "-m", "longstride.launcher.cli", "plan", *words]
-    environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
-    plan = json.loads(ended.stdout.splitlines()[-1])
+    ended = commands("plan", *words, seconds=200.0)
+    assert ended.code == 0, ended.err
+    plan = json.loads(ended.out.splitlines()[-1])
     pace = plan["pace"]
     assert plan["device"] == ("cuda" if torch.cuda.is_available() else "cpu")  # of what is timed
     one, two = pace["rows"]

@@ -44,12 +44,11 @@ def test_losses_are_those_of_one_process_in_every_layout(config_file: Path, tmp_
     legs = [
         (2, ("deepspeed=zero1_fp32", "data.workers=2")),
         (3, ("deepspeed=zero3_fp32", RECOMPUTED, "train.micro_batch=1")),
-        (1, ("deepspeed=zero2_fp32", "train.micro_batch=4")),
         (2, ("deepspeed=zero2_fp16", LOW_SCALE)),
     ]
     attention = f"model.attention={json.dumps([*ATTENTION, {'type': 'delta', 'stateful': True}, COMPRESSIVE])}"
     train_through(
-        config_file, tmp_path / "moved", (*MODEL, attention, "model.layers=4", "train.global_batch=12"), legs, 3
+        config_file, tmp_path / "moved", (*MODEL, attention, "model.layers=4", "train.global_batch=12"), legs, 2
     )
 
 
@@ -76,9 +75,10 @@ def test_a_step_reads_what_the_steps_before_it_left(config_file: Path, tmp_path:
 def test_a_resume_takes_the_steps_of_an_undisturbed_run_over_the_end_of_an_epoch(
     config_file: Path, tmp_path: Path
 ) -> None:
-    expected = losses_of(config_file, tmp_path / "whole", 34, 2, *MODEL)
-    losses_of(config_file, tmp_path / "run", 27, 2, *MODEL)
-    assert losses_of(config_file, tmp_path / "run", 34, 2, *MODEL) == expected
+    model = (*MODEL, "train.global_batch=16", "train.micro_batch=4")
+    expected = losses_of(config_file, tmp_path / "whole", 17, 2, *model)
+    losses_of(config_file, tmp_path / "run", 13, 2, *model)
+    assert losses_of(config_file, tmp_path / "run", 17, 2, *model) == expected
     assert {line.get("epoch", 0) for line in metrics(tmp_path / "run")} == {0, 1}
 
 
@@ -195,7 +195,7 @@ def test_a_session_reads_on_as_training_does(config_file: Path, changes: tuple[s
         session.append(token)
     session.read(tokens[:, config.context : 100])  # behind a context that single steps have completed
     torch.testing.assert_close(session.logits, expected[:, 100], rtol=0, atol=1e-12)
-    for cuts in itertools.combinations((1, 63, 64, 65, 130, 192), 3):
+    for cuts in ((1, 63, 64, 65), (63, 65, 192), (64, 130, 192), (1, 65, 130), (63, 130), (1, 64, 192)):
         session.reset()
         for start, stop in itertools.pairwise((0, *cuts, 201)):
             torch.testing.assert_close(session.logits, expected[:, start], rtol=0, atol=1e-12)

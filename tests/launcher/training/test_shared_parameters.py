@@ -46,8 +46,6 @@ def test_shared_parameters_go_through_every_layout(
     assert sorted(Exported(model).names) == sorted(trained)
     tokens = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0))
     assert torch.equal(load_model(model)(tokens), network(tokens))
-    program = tmp_path / "program"
-    assert main(["export", str(model), "--format", "pt2", "--output", str(program)]) == 0, capsys.readouterr()
 
     following = (f"train.output={tmp_path / 'following'}", "train.steps=1", "deepspeed=zero1_fp32")
     complete(["--config", str(config_file), "--from", str(run), *LAYERS, *changes, *following], 1)

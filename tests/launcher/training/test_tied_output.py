@@ -57,7 +57,6 @@ def test_a_tied_output_goes_through_every_layout(config_file: Path, tmp_path: Pa
         ["compress", str(file), "--model", str(model), "--output", str(packed)],
         ["decompress", str(packed), "--model", str(model), "--output", str(again)],
         ["show", "attention", str(run), "--output", str(tmp_path / "attention.png")],
-        ["export", str(model), "--format", "pt2", "--output", str(tmp_path / "program")],
     ):
         assert main(words) == 0, capsys.readouterr()
     assert again.read_bytes() == file.read_bytes()
