@@ -15,7 +15,6 @@ import pytest
 from longstride.data_pipelines.building.build import build
 from longstride.launcher import cli, train
 from longstride.launcher.output.exit_codes import WRONG_INPUT
-from tests.harness.processes.forked import ForkServer
 from tests.harness.runs import configuration, files_under, spawn
 from tests.harness.tiny_models import random_export
 from tests.hostile.commands import Commands
@@ -157,13 +156,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     """Runs command lines in processes that are forked from one that has everything imported."""
     with Commands(tmp_path_factory.mktemp("commands")) as ready:
         yield ready
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Forks the ranks of many small runs."""
-    with ForkServer(tmp_path_factory.mktemp("server")) as server:
-        yield server
 
 
 @pytest.fixture(scope="session")

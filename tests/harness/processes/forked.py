@@ -37,7 +37,6 @@ class ForkServer:
         arguments: list[str],
         world_size: int,
         failing: dict[str, Any] | None = None,
-        chunk_rows: int | None = None,
         fault: dict[str, Any] | None = None,
         spoil: str | None = None,
     ) -> list[int]:
@@ -48,14 +47,13 @@ class ForkServer:
             world_size: the number of ranks.
             failing: {rank, steps, bytes, folder, stop}: in the saves of these steps the rank can write no longer file,
                 and None for `bytes` removes the folder. In step `stop` it gets SIGTERM.
-            chunk_rows: of a model that works in chunks.
             fault: {rank, folder, kind, number}: of tests/hostile/generators/faults.py, from the start on; rank None is
                 all.
             spoil: as in worker.py.
         """
         log = self._folder / "operations"
         log.unlink(missing_ok=True)
-        changes = {"FAILING": failing and json.dumps(failing), "CHUNK_ROWS": chunk_rows, "SPOIL": spoil}
+        changes = {"FAILING": failing and json.dumps(failing), "SPOIL": spoil}
         changes["FAULT"] = fault and json.dumps(fault | {"log": str(log)})
         shared = plain_environment() | {name: str(change) for name, change in changes.items() if change is not None}
         port = free_port()

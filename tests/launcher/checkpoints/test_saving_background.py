@@ -12,8 +12,7 @@ from longstride.launcher.checkpoints.checkpoint import list_checkpoints
 from longstride.launcher.checkpoints.pickles import host_copy, write_pickle
 from longstride.launcher.output.file_names import CONFIG
 from longstride.launcher.ranks.processes import Ranks
-from tests.harness.processes.forked import ForkServer
-from tests.harness.runs import metrics, spawn
+from tests.harness.runs import complete, metrics, spawn
 
 
 def test_host_copy_is_saved_as_the_original_and_follows_it_no_more(tmp_path: Path) -> None:
@@ -80,7 +79,7 @@ def test_lines_are_on_the_disk_before_their_checkpoint(config_file: Path, tmp_pa
     ],
 )
 def test_background_writes_the_same_bytes_and_changes_no_loss(
-    server: ForkServer, config_file: Path, tmp_path: Path, names: list[str], sharing: str
+    config_file: Path, tmp_path: Path, names: list[str], sharing: str
 ) -> None:
     """``sharing``: train.sequence_parallel of two processes, of which one or both write random states."""
     for name in names:
@@ -90,7 +89,7 @@ def test_background_writes_the_same_bytes_and_changes_no_loss(
             arguments = ["--config", str(config_file), f"deepspeed={name}", f"train.output={run}"]
             arguments += ["train.checkpoint_every=1", f"train.checkpoint_in_background={background}"]
             arguments += ["train.steps=4", "train.keep_last=3", f"train.sequence_parallel={sharing}"]
-            assert server.run(arguments, 2) == [0, 0], server.stderr()
+            complete(arguments, 2)
             found, refused = list_checkpoints(run)
             assert not refused
             assert [each.manifest.step for each in found] == [4, 3, 2]

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -14,8 +15,7 @@ from longstride.launcher.checkpoints.checkpoint import list_checkpoints
 from longstride.launcher.checkpoints.pickles import write_pickle
 from longstride.launcher.ranks.processes import Ranks
 from longstride.launcher.training.recorder import LineFile
-from tests.harness.processes.forked import ForkServer
-from tests.harness.runs import metrics
+from tests.harness.runs import complete, metrics, spawn
 from tests.launcher.conftest import chunks
 from tests.launcher.training.test_training import RUNS
 
@@ -59,10 +59,10 @@ DEFAULT = ("second rank", "last step")
 
 @pytest.mark.parametrize("names", [DEFAULT, pytest.param(tuple(CASES), marks=pytest.mark.campaign)])
 def test_full_disk_costs_one_save_and_the_run_goes_on(
-    server: ForkServer, trained: Trained, config_file: Path, tmp_path: Path, names: tuple[str, ...]
+    trained: Trained, config_file: Path, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     whole = metrics(trained("zero2-fp16", 2, *RUNS["zero2-fp16"]))
-    rows = int(chunks("zero2-fp16")["CHUNK_ROWS"])
+    rows = chunks("zero2-fp16")
     for name in names:
         failing, kept, code = CASES[name]
         run = tmp_path / name.replace(" ", "-")
@@ -70,31 +70,33 @@ def test_full_disk_costs_one_save_and_the_run_goes_on(
         arguments += ["train.checkpoint_every=2", "--resume", "auto"]
         arguments += ["train.checkpoint_in_background=true"] if "background" in name else []
         failing = {"bytes": BYTES, "folder": "", "stop": None} | failing
-        assert server.run(arguments, 2, failing=failing, chunk_rows=rows) == [code, code], (name, server.stderr())
-        told = server.stderr()
+        ended = spawn(arguments, 2, rows | {"FAILING": json.dumps(failing)})
+        told = ended.stderr[0]
+        assert ended.codes == [code, code], (name, told)
         for step in failing["steps"]:
             assert f"step {step} was not saved: rank {failing['rank']}: {run}/checkpoints/.step-{step:08d}" in told, (
                 told
             )
         assert f": {os.strerror(errno.EFBIG)}" in told
-        assert "Traceback" not in told + server.stderr(1)
+        assert "Traceback" not in "".join(ended.stderr)
         assert steps_of(run) == kept, name
         if code == 1:
             assert f"; the newest checkpoint is step {kept[-1]}" in told
             assert "longstride: error: " in told.splitlines()[-1] and "unsaved" in told.splitlines()[-1]
         assert ("saved before the run ends" in told) == (code == 75)
         if code:
-            assert server.run(arguments, 2, chunk_rows=rows) == [0, 0], (name, server.stderr())
+            complete(arguments, 2, rows)
         assert metrics(run) == whole, name
 
 
 @pytest.mark.campaign
-def test_folder_that_has_gone_is_told_and_not_made_anew(server: ForkServer, config_file: Path, tmp_path: Path) -> None:
+def test_folder_that_has_gone_is_told_and_not_made_anew(config_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run/checkpoints"
     failing = {"rank": 0, "steps": [4], "bytes": None, "folder": str(folder), "stop": None}
     arguments = ["--config", str(config_file), "train.checkpoint_every=2"]
-    assert server.run(arguments, 2, failing=failing) == [1, 1]
-    told = server.stderr()
+    ended = spawn(arguments, 2, {"FAILING": json.dumps(failing)})
+    told = ended.stderr[0]
+    assert ended.codes == [1, 1], told
     for step in (4, 6, 8):
         line = f"step {step} was not saved: rank 0: {folder}/.step-{step:08d}.partial: {os.strerror(errno.ENOENT)}"
         assert f"{line}; there is no checkpoint yet\n" in told

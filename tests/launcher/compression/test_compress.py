@@ -103,7 +103,7 @@ BY_CONTENT: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("attention", BY_CONTENT, ids=lambda attention: attention["type"])
 def test_models_whose_content_chooses_keys_compress_too(attention: dict[str, Any], tmp_path: Path) -> None:
     """At the size that the forward pass says: so that likelihood had seen nothing of the future."""
-    changes = {"attention": attention, "layers": 2, "backend": "auto", "context": CONTEXT}
+    changes = {"attention": attention, "layers": 2, "backend": "auto", "context": 40}
     model = tiny_export(tmp_path / "model", "text", steps=20, model=changes)
     assert check_round_trip(model, tmp_path) < 450
 

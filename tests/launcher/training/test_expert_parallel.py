@@ -13,14 +13,14 @@ from tests.launcher.training.test_training import MUON
 # The first layer sends a row to two of four experts, the second to one of eight.
 EXPERTS = 'model.feed_forward=[{"type": "experts", "count": 4}, {"type": "experts", "count": 8, "top": 1}]'
 COMMON = (
-    EXPERTS, "model.dropout=0", "train.steps=4", "train.warmup_steps=0", "train.schedule=constant",
+    EXPERTS, "model.dropout=0", "train.steps=2", "train.warmup_steps=0", "train.schedule=constant",
     "train.micro_batch=1", "train.checkpoint_every=0", "train.evaluate_every=2", "train.evaluate_contexts=5",
     "deepspeed.gradient_clipping=0.5",
 )  # fmt: skip
 
 
 def lines_of(config_file: Path, run: Path, layout: str, size: int | None, *changes: str) -> list[dict[str, Any]]:
-    """Train four steps on four ranks, of which ``size`` divide the experts."""
+    """Train two steps on four ranks, of which ``size`` divide the experts."""
     parallel = () if size is None else (f"train.expert_parallel={size}",)
     complete(
         ["--config", str(config_file), f"train.output={run}", f"deepspeed=zero{layout}", *COMMON, *parallel, *changes],
@@ -34,7 +34,7 @@ def assert_equal_runs(run: Path, whole: Path, exact: bool) -> None:
         for key in ("loss_nats", "grad_norm"):  # a step that overflows has no norm
             figures = one.get(key), other.get(key)
             assert figures == (None, None) or figures[0] == pytest.approx(figures[1], rel=1e-5 if exact else 4e-3), key
-    (trained, expected) = (master_weights(open_checkpoint(folder, 4), "trained") for folder in (run, whole))
+    (trained, expected) = (master_weights(open_checkpoint(folder, 2), "trained") for folder in (run, whole))
     assert trained.keys() == expected.keys()
     if exact:
         for name, tensor in expected.items():
@@ -60,7 +60,7 @@ def test_divided_experts_train_as_undivided_ones(config_file: Path, tmp_path: Pa
     for run, number in (("whole", None), ("divided", size)):
         lines_of(config_file, tmp_path / run, layout, number)
     assert_equal_runs(tmp_path / "divided", tmp_path / "whole", layout.endswith("fp32"))
-    files = {name for name in open_checkpoint(tmp_path / "divided", 4).manifest.files if "experts" in name}
+    files = {name for name in open_checkpoint(tmp_path / "divided", 2).manifest.files if "experts" in name}
     assert files == {f"experts-{rank:05d}.safetensors" for rank in range(size)}
 
 
@@ -73,7 +73,7 @@ def test_divided_experts_go_with_other_settings(config_file: Path, tmp_path: Pat
         lines_of(config_file, tmp_path / run, layout, number, *changes)
     assert_equal_runs(tmp_path / "divided", tmp_path / "whole", layout.endswith("fp32"))
     if name == "sampled":
-        assert len({path.read_bytes() for path in tmp_path.glob("*/samples/step-00000004.txt")}) == 1
+        assert len({path.read_bytes() for path in tmp_path.glob("*/samples/step-00000002.txt")}) == 1
 
 
 def test_a_run_goes_on_with_other_divisions(config_file: Path, tmp_path: Path) -> None:
