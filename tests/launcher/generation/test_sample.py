@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from longstride.launcher import cli
 from longstride.launcher.generation.sample import write_text
-from tests.harness.runs import ROOT
+from tests.harness.runs import ROOT, files_under, plain_environment
 from tests.harness.tiny_models import tiny_export
 from tests.hostile.commands import Commands
 from tests.launcher.conftest import Refusal
@@ -99,18 +99,28 @@ def test_terminal_of_another_encoding_shows_what_it_can() -> None:
     assert shown.read() == "h?l\n"
 
 
-def test_sample_and_compress_need_no_deepspeed(exported: Path, tmp_path: Path) -> None:
+def test_plan_sample_and_compress_need_no_deepspeed(exported: Path, tmp_path: Path) -> None:
+    """A plan writes no file and no line beside itself."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
     config = str(exported / "config.json")
     program = (
         "import sys\n"
         "for name in ('deepspeed', 'triton', 'mpi4py', 'webdataset'): sys.modules[name] = None\n"
         "from longstride.launcher.cli import main\n"
+        "assert main(['plan', 'paper_small', 'model.layers=1']) == 0\n"
+        "print('planned', file=sys.stderr)\n"
         f"assert main(['sample', {str(exported)!r}, '--bytes', '3']) == 0\n"
         f"assert main(['sample', {str(exported)!r}, '--likelihood', {config!r}]) == 0\n"
         f"words = ['compress', {config!r}, '--model', {str(exported)!r}, '--output', {str(tmp_path / 'out.lsz')!r}]\n"
         "assert main(words) == 0\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, capture_output=True)
+    environment = plain_environment() | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(b"parameters  269,312, ") and ended.stderr.startswith(b"planned\n")
+    assert not files_under(folder)
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,10 @@ def parts_of(config: ModelConfig) -> set[object]:
 
 
 # All of their parts are in the other presets.
-VARIANTS = {"bytes_base", "cifar10_dense", "cifar10_routing", "enwik8_dense", "enwik8_strided", "image_gpt_small"}
-VARIANTS |= {"imagenet64_routing", "enwik8_fixed", "music_1m", "music_1m_152m", "music_262k", "pg19_routing"}
+VARIANTS = {"bytes_base", "bytes_small", "cifar10_dense", "cifar10_routing", "dense_16384", "enwik8_dense"}
+VARIANTS |= {"enwik8_fixed", "enwik8_longformer", "enwik8_strided", "image_gpt_small", "imagenet64_routing"}
+VARIANTS |= {"imagenet64_strided", "music_1m", "music_1m_152m", "music_262k", "paper_small", "pg19_routing"}
+VARIANTS |= {"pictures_miniature"}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.runs import complete, configuration, metrics
 
 BATCH = "train.global_batch=12"  # for 1, 2 and 3 ranks
+DOCUMENTS = 'data.packing={"attend": "document"}'
 DENSE = '"attention": {"type": "dense"}'
 TABLES = 'model.ngrams={"orders": [2, 3], "rows": 997}'
 ROUTING = 'model.attention={"type": "moba", "block": 8, "top": 2}'
@@ -27,9 +28,8 @@ RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "zero0": (1, 3, ("deepspeed=zero0_fp32",)),
     "zero1": (2, 4, ("deepspeed=zero1_bf16", ROUTING, "data.workers=2")),
     "zero2": (3, 5, ("deepspeed=zero2_fp32", TABLES)),
-    "zero3": (2, 4, ("deepspeed=zero3_bf16", TABLES, "train.activation_checkpointing=true")),
+    "zero3": (2, 4, ("deepspeed=zero3_bf16", TABLES, DOCUMENTS, "train.activation_checkpointing=true")),
     "shared contexts": (2, 5, ("deepspeed=zero0_fp32", "train.sequence_parallel=2")),
-    "documents": (2, 4, ("deepspeed=zero0_fp32", 'data.packing={"attend": "document"}')),
 }
 
 
