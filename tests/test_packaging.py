@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from longstride.data_pipelines.building import build
 from longstride.launcher.cli import VERBS
 from tests.harness.installations import ROOMS, Installation, bare, built, copy_checkout, foreign_kernels, watch
-from tests.harness.runs import ROOT, configuration, free_port
+from tests.harness.runs import ROOT, configuration
 from tests.harness.tiny_models import add_hub_files, tiny_export
 
 WAYS = ("wheel", "editable", "checkout")
@@ -168,10 +168,7 @@ def test_everything_runs_from_a_wheel_beside_foreign_kernels(installation: Insta
     build([tmp_path / "texts"], tmp_path / "data", validation_fraction=0.25)
     program = installation.packages / "longstride" / "launcher" / "train.py"
 
-    run("longstride", "train", "--config", "run.json", "--processes", "1")
-    port = f"--master_port={free_port()}"
-    runner = ["python", "-m", "deepspeed.launcher.runner", "--num_gpus", "1", port]
-    run(*runner, program, "--config", "run.json", f"train.output={tmp_path / 'again'}")
+    run("longstride", "train", "--config", "run.json", "--processes", "1")  # by DeepSpeed's runner
     verbs = [[*verb.words.split(), "--help"] for verb in VERBS]
     verbs += [["config", "schema"], ["plan", "demo"], ["data", "build", "texts", "--output", "data again"]]
     verbs += [["evaluate", "run"], ["export", "run", "--output", "model"]]
@@ -181,7 +178,7 @@ def test_everything_runs_from_a_wheel_beside_foreign_kernels(installation: Insta
     assert "\nsparse " in output and output.splitlines()[-1].endswith(f"{[0] * len(verbs)}")
 
     ranks = [process for process in ended() if process.argv[0] == str(program)]
-    assert len(ranks) == 2 and all(len(rank.files) > 40 for rank in ranks)
+    assert len(ranks) == 1 and len(ranks[0].files) > 40
     for process in ended():
         assert process.kernels == str(installation.packages / "kernels" / "__init__.py")
         for file, names in process.files.items():
