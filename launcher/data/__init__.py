@@ -1,6 +1,5 @@
-"""The setup of a run, its batches from a data folder, and the verbs `data build`, `data index` and `data verify`."""
+"""The setup of a run, and its batches from a data folder."""
 
-from longstride.launcher.data.folders import check_location
 from longstride.launcher.data.run import (
     RunSetup,
     WeightSource,

@@ -11,8 +11,8 @@ import itertools
 import json
 import traceback
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -42,6 +42,7 @@ from longstride.data_pipelines.settings import RemoteSettings
 from longstride.data_pipelines.shards import DataFolder, check_split
 from longstride.kernels import ConfigError
 from longstride.launcher.config import DATA_PATHS, RunConfig, Stage
+from longstride.launcher.folders import rename_settings
 from longstride.launcher.models import ModelData
 from longstride.launcher.output import AgreedError
 from longstride.launcher.ranks import Ranks
@@ -183,18 +184,6 @@ def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
     if vocabulary < _BYTE_VALUES and (most := int(tokens.max())) >= vocabulary:
         rule = f"the data contains byte {most}; {_BYTE_VALUES} allows any byte"
         raise DataError(f"model.vocabulary={vocabulary}: {rule}")
-
-
-@contextmanager
-def rename_settings(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace the name of a setting in a DataError by its path in the configuration, or by its option."""
-    try:
-        yield
-    except DataError as error:
-        name, _, message = str(error).partition("=")
-        if name in names:
-            raise DataError(f"{names[name]}={message}") from None
-        raise
 
 
 class TrainingData:

@@ -34,7 +34,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 def run(arguments: argparse.Namespace) -> int:
     """Run the verb; return its exit code."""
     from longstride.data_pipelines.shards import DataFolder, sample_documents
-    from longstride.launcher.data import check_location
+    from longstride.launcher.folders import check_location
 
     check_location(arguments.location)
     folder = DataFolder(arguments.location)

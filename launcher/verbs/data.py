@@ -14,7 +14,7 @@ verb = partial(register, VERBS)
 @verb(
     "data build",
     "make shards from files",
-    "data.folders.run_build",
+    "folders.run_build",
     "longstride data build my/texts --output data/mine",
     "longstride data build my/photos --modality image --image-size 32x32 --output data/photos",
 )
@@ -67,7 +67,7 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
 @verb(
     "data index",
     "train on tars as they are",
-    "data.folders.run_index",
+    "folders.run_index",
     "longstride data index my/tars --output data/tars",
     "longstride data index my/tars --output data/tars --split validation=val-*.tar",
 )
@@ -96,7 +96,7 @@ def add_index_arguments(parser: argparse.ArgumentParser) -> None:
 @verb(
     "data verify",
     "check a data folder",
-    "data.folders.run_verify",
+    "folders.run_verify",
     "longstride data verify data/mine",
     "longstride data verify s3://bucket/mine",
 )

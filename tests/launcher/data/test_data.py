@@ -96,7 +96,7 @@ def test_build_that_is_stopped_tells_what_is_kept(
 
     words = ["data", "build", "texts", "--output", "data", "--shard-bytes", "400"]
     monkeypatch.setattr(
-        "longstride.launcher.data.folders.build",
+        "longstride.launcher.folders.build",
         lambda *given, **options: build(*given, **{**options, "progress": stop}),
     )
     assert cli.main(words) == 130
@@ -111,7 +111,7 @@ def test_build_tells_what_the_system_refuses(texts: Path, monkeypatch: pytest.Mo
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "there")
 
     met = []
-    monkeypatch.setattr("longstride.launcher.data.folders.build", fail)
+    monkeypatch.setattr("longstride.launcher.folders.build", fail)
     monkeypatch.setattr("longstride.data_pipelines.building.crew.Crew.meet", lambda crew: met.append(crew))
     assert refusal("data", "build", "texts", "--output", "data") == "there: Permission denied"
     assert len(met) == 1  # the other ranks wait there

@@ -1,12 +1,15 @@
-"""`longstride data build|index|verify`: make shards from files, index existing tars, and check both."""
+"""`longstride data build|index|verify`: make shards from files, index existing tars, and check both.
+
+Imports neither torch nor the configuration, so that these commands start at once, on every rank of an MPI job.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +22,6 @@ from longstride.data_pipelines.modalities import MODALITIES
 from longstride.data_pipelines.records import SUFFIXES as RECORD_SUFFIXES
 from longstride.data_pipelines.shards import DataFolder, DataManifest, index_tars, verify
 from longstride.data_pipelines.stores import open_store
-from longstride.launcher.data.run_data import rename_settings
 from longstride.launcher.output import counting, exit_codes, mistake, report, say
 
 _SHOWN_SUFFIXES = 4  # of skipped files
@@ -32,6 +34,18 @@ _SETTINGS = {"suffixes": "--suffix", **{name: f"--{name.replace('_', '-')}" for 
 _OPTIONS = [(name, option) for name, kind in MODALITIES.items() for option in kind.build_options]
 # Only for files; a dataset has its own. Absent options are parsed as None, so that a useless one can be refused.
 _OF_FILES = ("modality", "field", "exclude", "validation_fraction", "hold_out_end", "seed")
+
+
+@contextmanager
+def rename_settings(names: Mapping[str, str]) -> Iterator[None]:
+    """Replace the name of a setting in a DataError by its path in the configuration, or by its option."""
+    try:
+        yield
+    except DataError as error:
+        name, _, message = str(error).partition("=")
+        if name in names:
+            raise DataError(f"{names[name]}={message}") from None
+        raise
 
 
 def run_build(arguments: argparse.Namespace) -> int:
