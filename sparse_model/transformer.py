@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from longstride.kernels import ConfigError
 from longstride.kernels.selections import Selection
@@ -74,22 +75,26 @@ class SparseTransformer(Part):
     @staticmethod
     def num_parameters(config: ModelConfig) -> int:
         """Count the parameters of a configuration's model without allocating it."""
-        with torch.device("meta"):
-            return sum(parameter.numel() for parameter in SparseTransformer(config, initialize=False).parameters())
+        return sum(parameter.numel() for parameter in SparseTransformer.empty(config).parameters())
+
+    @staticmethod
+    def empty(config: ModelConfig, blocks: Sequence[BlockConfig] | None = None) -> SparseTransformer:
+        """Build a model on torch's meta device, so that it allocates nothing."""
+        with torch.device("meta"), _Uninitialized():
+            return SparseTransformer(config, blocks, initialize=False)
 
     @staticmethod
     def of_each_kind(config: ModelConfig) -> tuple[SparseTransformer, dict[BlockConfig, int]]:
         """Build a model with one block of each kind, in order of first use, and count the blocks of each kind.
 
-        Built on the meta device, so it allocates nothing and takes no time, however many layers there are.
+        It is ``empty``, and takes no time, however many layers there are.
 
         Raises:
             ConfigError: a tensor has more bytes than can be counted.
         """
         kinds = Counter(config.blocks())
         try:
-            with torch.device("meta"):
-                return SparseTransformer(config, list(kinds), initialize=False), dict(kinds)
+            return SparseTransformer.empty(config, list(kinds)), dict(kinds)
         except RuntimeError as error:  # torch multiplies sizes in 64 bits
             what = " ".join(str(error).split())[:200]
             raise ConfigError(f"is larger than any machine can hold; give smaller sizes: {what}") from None
@@ -404,3 +409,13 @@ class SparseTransformer(Part):
         for block, state in zip(self.blocks, states, strict=True):
             rows = block(rows, BlockContext(state, first, tokens=before, shared=shared)).rows
         return closed(rows, h.dtype) if self.config.reversible else rows
+
+
+class _Uninitialized(TorchFunctionMode):
+    """Skips the initialisation of weights, which on the meta device would only load torch's compiler (75 MB)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return named["tensor"] if "tensor" in named else args[0]
+        return func(*args, **named)

@@ -202,8 +202,7 @@ def run_parts(
         apart: whether contexts hold documents that do not see each other.
         padded: whether batches may have padding, which compiles once more.
     """
-    with torch.device("meta"):
-        network = SparseTransformer(model, list(dict.fromkeys(model.blocks())))
+    network = SparseTransformer.empty(model, list(dict.fromkeys(model.blocks())))
     if compiled:
         compile_blocks(network)
     if division is not None:

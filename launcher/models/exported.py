@@ -26,7 +26,6 @@ from longstride.launcher.models.tensors import (
     STORED,
     Fingerprint,
     Shapes,
-    empty_model,
     refuse,
 )
 from longstride.launcher.output import file_names, say
@@ -202,7 +201,7 @@ def load_model(
     """
     exported = Exported(folder, trust_code=trust_code)
     device, dtype = torch.device(device), dtype or exported.dtype
-    model = empty_model(_runnable(exported.config, device, dtype))
+    model = SparseTransformer.empty(_runnable(exported.config, device, dtype))
     model.load_state_dict(_module_state(model, exported.tensor, device, dtype), assign=True)
     return model.eval()
 
@@ -215,7 +214,7 @@ def stream_model(
     Memory holds one residual block at a time, and no weights that are used as stored. The attention backend is replaced
     as in ``load_model``.
     """
-    model = empty_model(_runnable(config, device, dtype))
+    model = SparseTransformer.empty(_runnable(config, device, dtype))
 
     def fetch(module: nn.Module, prefix: str) -> dict[str, Tensor]:
         return _module_state(module, lambda name: tensor(f"{prefix}.{name}"), device, dtype)

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from longstride.data_pipelines.durable import naming
 from longstride.kernels import ConfigError
@@ -120,8 +119,7 @@ class Shapes:
     @classmethod
     def of_model(cls, config: ModelConfig) -> Shapes:
         """Return the shapes for a configuration; ConfigError if a tensor is too large for any machine."""
-        with _Uninitialized():
-            model, kinds = SparseTransformer.of_each_kind(config)
+        model, kinds = SparseTransformer.of_each_kind(config)
         buffers = dict(model.named_buffers()).keys()
         tables = {f"{path}.rows" for path, module in model.named_modules() if isinstance(module, Table)}
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -162,19 +160,3 @@ def refuse(wrong: set[str], what: str) -> None:
         others = f" and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
         shown = (name if len(name) <= 160 else f"{name[:159]}…" for name in sorted(wrong)[:_MOST_NAMES])
         raise ConfigError(f"{what} {', '.join(shown)}{others}")
-
-
-def empty_model(config: ModelConfig) -> SparseTransformer:
-    """Build the network on torch's meta device, so that it allocates nothing."""
-    with torch.device("meta"), _Uninitialized():
-        return SparseTransformer(config)
-
-
-class _Uninitialized(TorchFunctionMode):
-    """Skips the initialisation of weights, which on the meta device would only load torch's compiler (75 MB)."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return named["tensor"] if "tensor" in named else args[0]
-        return func(*args, **named)

@@ -132,9 +132,8 @@ def exchanges(config: RunConfig) -> list[Exchange | None]:
     model, train = config.model, config.train
     size, element = train.sequence_parallel or 1, train.micro_batch * DTYPES[config.precision].itemsize
     requested: tuple[Any, ...] = ("heads", "keys", "heads" if config.data.apart else train.sequence_exchange)
-    with torch.device("meta"):
-        network = SparseTransformer(model)
-        tokens = torch.empty(1, model.context, dtype=torch.uint8)
+    network = SparseTransformer.empty(model)
+    tokens = torch.empty(1, model.context, dtype=torch.uint8, device="meta")
     network.divide(Division(0, size, exchange=requested[2]))
     layers: list[Exchange | None] = []
     before = 0

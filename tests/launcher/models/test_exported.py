@@ -11,7 +11,7 @@ from safetensors.torch import load, load_file, save_file
 
 from longstride.kernels import ConfigError
 from longstride.launcher.models.exported import Exported, load_model, stream_model
-from longstride.launcher.models.tensors import Shapes, empty_model, write_tensors
+from longstride.launcher.models.tensors import Shapes, write_tensors
 from longstride.sparse_model import ModelConfig, SparseTransformer
 from tests.harness.tiny_models import plain_config
 from tests.launcher.conftest import Refusal
@@ -85,7 +85,7 @@ def test_weights_stay_on_the_disk(exported: Path) -> None:
 
 def test_empty_model_has_the_models_shapes_and_no_memory(exported: Path) -> None:
     config = ModelConfig.model_validate(json.loads((exported / "config.json").read_text())["model"])
-    empty, whole = empty_model(config).state_dict(), SparseTransformer(config).state_dict()
+    empty, whole = SparseTransformer.empty(config).state_dict(), SparseTransformer(config).state_dict()
     assert [(name, tensor.shape) for name, tensor in empty.items()] == [(n, t.shape) for n, t in whole.items()]
     assert all(tensor.is_meta for tensor in empty.values())
 
@@ -229,7 +229,7 @@ def test_index_leads_nowhere_else(sharded: Path, file: object) -> None:
 )
 def test_shapes_are_those_of_the_whole_model(changes: dict) -> None:
     config = plain_config(**changes)
-    shapes, model = Shapes.of_model(config), empty_model(config)
+    shapes, model = Shapes.of_model(config), SparseTransformer.empty(config)
     assert list(shapes.of.items()) == [(name, tensor.shape) for name, tensor in model.state_dict().items()]
     assert shapes.buffers == dict(model.named_buffers()).keys()
     assert shapes.parameters == sum(each.numel() for each in model.parameters())
@@ -237,8 +237,8 @@ def test_shapes_are_those_of_the_whole_model(changes: dict) -> None:
 
 def test_no_layer_is_made_that_the_weights_have_not(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change_json(exported / "config.json", lambda content: content["model"].update(layers=10_000))
-    made = []
-    monkeypatch.setattr("longstride.launcher.models.exported.empty_model", made.append)
+    made, empty = [], SparseTransformer.empty
+    monkeypatch.setattr(SparseTransformer, "empty", lambda *given: empty(*given) if given[1:] else made.append(given))
     with pytest.raises(ConfigError, match=r"it lacks blocks\.1\..* more$"):
         load_model(exported)
     assert not made
