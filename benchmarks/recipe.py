@@ -226,11 +226,12 @@ def run(
     *,
     evaluate_contexts: int,
     in_lanes: bool = False,
+    source: Path | None = None,
 ) -> list[dict[str, Any]]:
     """Train into a new run folder, and return the lines of its metrics.jsonl.
 
     Every lane is shuffled whole: in blocks, the few bytes of a training would come from a part of the files. With
-    ``in_lanes``, each lane reads the files in their order.
+    ``in_lanes``, each lane reads the files in their order. A ``source`` is a run whose weights are the first ones.
     """
     order = {"shuffle_bytes": 0, "shuffle_shards": False} if in_lanes else {"shuffle_bytes": SHUFFLE_BYTES}
     changes = {
@@ -243,7 +244,7 @@ def run(
     }
     file = output.with_suffix(".json")
     file.write_text(json.dumps(changed(content, changes)))
-    longstride("train", "--config", file, "--processes", 1)
+    longstride("train", "--config", file, "--processes", 1, *(("--from", source) if source else ()))
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
