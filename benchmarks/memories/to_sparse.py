@@ -30,6 +30,7 @@ CONTEXT, KEYS, WINDOW = 4_096, 256, 32
 SHORT_CONTEXT, SHORT_SHARE = 512, 0.7  # of the dense model's steps
 LATER_SHARE, WARM_UP_SHARE = 0.1, 0.3  # later steps, of the dense model's; the indexers' warm-up, of the later steps
 HELD_OUT_SHARE = 0.01  # of the files
+LATER_SEED = 1_000  # added to the seed of the dense model
 UNMOVED = 1e-30  # a learning rate at which a step leaves every bit of the network's weights
 BASE: dict[str, Any] = {
     "model.context": CONTEXT, "model.layers": 2, "model.heads": 4, "model.attention": {"type": "dense"},
@@ -48,43 +49,43 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--indexer-rate", type=positive(float), default=0.003, help="of the indexers' warm-up")
     parser.add_argument("--blocks", type=positive(int), nargs="+", default=[16, 1], help="keys chosen together")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], metavar="SEED")
+    parser.add_argument("--folder", type=Path, help="keep data and dense runs here, and take those that are there")
     options = parser.parse_args(arguments)
     facts = {name: getattr(options, name) for name in ("steps", "rate", "indexer_rate")}
     facts |= {"context": CONTEXT, "keys": KEYS, "later_share": LATER_SHARE, "warm_up_share": WARM_UP_SHARE}
     open_rows(options, "to-sparse", about(torch.device("cpu")) | {"threads": 1} | facts)
-    for seed in options.seeds:
-        if not has_row(options.output, {"seed": seed}):
-            with tempfile.TemporaryDirectory() as place:
-                measure(options, seed, Path(place))
+    with tempfile.TemporaryDirectory() as place:
+        folder = options.folder or Path(place)
+        data = folder / "data"
+        if not data.exists():
+            words = ("--exclude", "site-packages", "--validation-fraction", HELD_OUT_SHARE, "--output", data)
+            longstride("data", "build", sysconfig.get_paths()["stdlib"], *words)
+        for seed in options.seeds:
+            before, steps = folder / f"dense-{seed}", later_steps(options)
+            for name, content in later(options).items():
+                row: dict[str, Any] = {"seed": seed, "attention": name}
+                if not has_row(options.output, row):
+                    if not before.exists():
+                        run(dense(options.steps), options.steps, seed, data, before, evaluate_contexts=1)
+                    append_row(options.output, row | measure(content, steps, seed + LATER_SEED, data, before))
     print(table(json.loads(options.output.read_text())))
     return 0
 
 
-def measure(options: argparse.Namespace, seed: int, folder: Path) -> None:
-    """Train a dense model and all that goes on from it, and append a row for each."""
-    data, before = folder / "data", folder / "before"
-    words = ("--exclude", "site-packages", "--validation-fraction", HELD_OUT_SHARE, "--output", data)
-    longstride("data", "build", sysconfig.get_paths()["stdlib"], *words)
-    run(dense(options.steps), options.steps, seed, data, before, evaluate_contexts=1)
-    of_dense = None
-    for name, content in later(options).items():
-        row: dict[str, Any] = {"seed": seed, "attention": name}
-        with tempfile.TemporaryDirectory(dir=folder) as place:
-            converted, recovered = Path(place) / "converted", Path(place) / "recovered"
-            steps = later_steps(options)
-            lines = run(content, steps, seed + 1_000, data, recovered, evaluate_contexts=4, source=before)
-            if name == "dense":
-                row["converted"] = score(before)
-            else:
-                still = changed(content, {"train.context_schedule": None, "train.learning_rate": UNMOVED})
-                run(still, 1, seed, data, converted, evaluate_contexts=1, source=before)
-                row["converted"] = score(converted)
-            if "context_schedule" in content["train"]:
-                row["warmed"] = score(recovered, "--step", content["train"]["checkpoint_every"])
-                row["mass"] = rounded(statistics.fmean(lines[-1]["indexer_mass"]))
-            row["recovered"] = score(recovered)
-        of_dense = of_dense or row["recovered"]
-        append_row(options.output, row | {"more": round(row["recovered"] - of_dense, 4)})
+def measure(content: dict[str, Any], steps: int, seed: int, data: Path, before: Path) -> dict[str, Any]:
+    """Go on from a dense run; return bits per byte before any step, after the indexers' warm-up, and at the end."""
+    bits: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=before.parent) as place:
+        converted, recovered = Path(place) / "converted", Path(place) / "recovered"
+        lines = run(content, steps, seed, data, recovered, evaluate_contexts=4, source=before)
+        if content["model"]["attention"]["type"] != "dense":
+            still = changed(content, {"train.context_schedule": None, "train.learning_rate": UNMOVED})
+            run(still, 1, seed, data, converted, evaluate_contexts=1, source=before)
+        bits["converted"] = score(converted if converted.exists() else before)
+        if "context_schedule" in content["train"]:
+            bits["warmed"] = score(recovered, "--step", content["train"]["checkpoint_every"])
+            bits["mass"] = rounded(statistics.fmean(lines[-1]["indexer_mass"]))
+        return bits | {"recovered": score(recovered)}
 
 
 def dense(steps: int) -> dict[str, Any]:
@@ -101,8 +102,7 @@ def later_steps(options: argparse.Namespace) -> int:
 def later(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return the configurations of what goes on by the names of their rows; the dense one is the first."""
     base = changed(recipe(), BASE | LATER | {"train.learning_rate": options.rate})
-    control = changed(base, {"model.attention": {"type": "local", "window": KEYS}})
-    contents = {"dense": base, f"the last {KEYS} keys": control}
+    contents = {"dense": base}
     warm_up = max(1, round(WARM_UP_SHARE * later_steps(options)))
     for block in options.blocks:
         attention = {"type": "indexed", "keys": KEYS, "block": block, "window": WINDOW}
@@ -110,6 +110,7 @@ def later(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         stages = [alone | {"attention": attention | {"keys": CONTEXT}}, {"context": CONTEXT}]
         changes = {"model.attention": attention, "train.context_schedule": stages, "train.checkpoint_every": warm_up}
         contents[f"{KEYS} keys, " + (f"in blocks of {block}" if block > 1 else "alone")] = changed(base, changes)
+    contents[f"the last {KEYS} keys"] = changed(base, {"model.attention": {"type": "local", "window": KEYS}})
     return contents
 
 
@@ -121,9 +122,10 @@ def score(output: Path, *words: object) -> float:
 
 def table(result: dict[str, Any]) -> str:
     """Format one device's result."""
+    of_dense = {row["seed"]: row["recovered"] for row in result["rows"] if row["attention"] == "dense"}
     by_name: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
-        by_name.setdefault(row["attention"], []).append(row)
+        by_name.setdefault(row["attention"], []).append(row | {"more": row["recovered"] - of_dense[row["seed"]]})
 
     def mean(rows: list[dict[str, Any]], key: str, form: str = ".3f") -> str:
         values = [row[key] for row in rows if key in row]
@@ -133,10 +135,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         [name, *(mean(rows, key) for key in COLUMNS), mean(rows, "more", "+.3f")] for name, rows in by_name.items()
     ]
-    title = (
-        f"{result['device']}, one thread, torch {result['torch']}, {result['date']}. {result['steps']:,} dense steps "
-    )
-    title += f"of {result['context']:,} bytes, then {result['later_share']:.0%} of them; mean of the seeds (each):\n\n"
+    title = f"{result['device']}, one thread, torch {result['torch']}, {result['date']}. {result['steps']:,} dense "
+    title += f"steps of {result['context']:,} bytes, {result['later_share']:.0%} more; mean of the seeds (each):\n\n"
     return title + markdown(["attention", *COLUMNS.values(), "more than dense"], lines)
 
 
