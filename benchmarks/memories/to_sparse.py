@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=positive(int), default=1_000, help="of the dense model, each of one context")
     parser.add_argument("--rate", type=positive(float), default=0.001, help="of all that goes on")
     parser.add_argument("--indexer-rate", type=positive(float), default=0.003, help="of the indexers' warm-up")
-    parser.add_argument("--blocks", type=positive(int), nargs="+", default=[16, 1], help="keys chosen together")
+    parser.add_argument("--blocks", type=positive(int), nargs="*", default=[16, 1], help="keys chosen together")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], metavar="SEED")
     parser.add_argument("--folder", type=Path, help="keep data and dense runs here, and take those that are there")
     options = parser.parse_args(arguments)
