@@ -1,4 +1,4 @@
-"""What turning a dense model sparse costs: ``python -m benchmarks.memories.to_sparse``.
+"""The cost of turning a dense model sparse: ``python -m benchmarks.memories.to_sparse``.
 
 ``longstride train`` trains a byte model with dense attention on Python's own sources, in one process of one thread. The
 model then goes on for a tenth of its steps: dense, or converted by ``--from``. The conversion to chosen keys has the
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(content: dict[str, Any], steps: int, seed: int, data: Path, before: Path) -> dict[str, Any]:
-    """Go on from a dense run; return bits per byte before any step, after the indexers' warm-up, and at the end."""
+    """Train on from a dense run; return bits per byte before any step, after the indexers' warm-up, and at the end."""
     bits: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=before.parent) as place:
         converted, recovered = Path(place) / "converted", Path(place) / "recovered"
