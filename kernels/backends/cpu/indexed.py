@@ -1,8 +1,8 @@
 """Attention to listed blocks on the CPU, the same ones for all heads of a query.
 
-Blocks of several keys are multiplied with the queries that list them (``_Blocks``). Single keys would make these
-products too narrow. So tiles of queries either gather the keys that they list, or in short contexts, where gathering
-takes longer, compute all scores and mask most of them (``_Tile``).
+Large blocks are multiplied with the queries that list them (``_Blocks``). Small ones would make these products too
+narrow. So tiles of queries either gather the keys that they list, for all heads that share them, or in short contexts,
+where gathering takes longer, compute all scores and mask most of them (``_Tile``).
 
 Letters: N positions, n queries of a piece, H heads that share keys, T numbers of a query, L positions of a block, D and
 E widths of keys and values, G groups of R queries that list one block, W columns of a tile.
@@ -22,7 +22,7 @@ from longstride.kernels.backends import Saved, empty_like_rows
 from longstride.kernels.backends.cpu.slabs import Numbers, num_at_once
 from longstride.kernels.selections import listed_positions
 
-NARROW = 8  # keys; smaller blocks are read key by key
+NARROW = 8  # keys for each head that shares them; smaller blocks are read key by key
 ROWS = 64  # R
 MOST_LISTED = 1 << 24  # keys of the queries of a piece, once for each head
 GATHERED = 64  # keys that one head multiplies and masks in the time that gathering one takes
@@ -80,15 +80,15 @@ def pieces(
 ) -> Iterator[tuple[int, _Blocks | _Tile]]:
     """Yield the queries of each context in pieces that take bounded memory, with the context's number."""
     context, count = numbers.shape[1:]
-    gathers = context * group > GATHERED * count * block
-    if block >= NARROW:
+    gathers, by_block = context * group > GATHERED * count * block, block >= NARROW * group
+    if by_block:
         size = MOST_LISTED // (count * block * group)
     else:
         size = TILE // (count * block * max(width, group) if gathers else context * group)
     for entry in range(len(numbers)):
         for first in range(0, context, max(1, size)):
             listed = numbers[entry, first : first + max(1, size)].long()
-            if block >= NARROW:
+            if by_block:
                 yield entry, _Blocks.of(arithmetic, scale, first, listed, block, context)
             else:
                 query = torch.arange(first, first + len(listed))
