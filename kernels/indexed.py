@@ -76,7 +76,7 @@ def _choose_keys(
     if backend != "triton":
         k = k.to(accumulator_dtype(k.dtype))  # once for all tiles
     numbers = q.new_full((len(q), rows, min(count, -(-k.shape[1] // block))), -1, dtype=torch.int32)
-    for entry, some, columns in tiles(len(q), rows, 1, first, q.device):
+    for entry, some, columns in tiles(len(q), rows, 1, first, q.device):  # heads are summed in slabs
         scores = index_scores(q[entry, some], k[entry, :columns], weights[entry, some], first + some.start, backend)
         position = torch.arange(columns, device=q.device)
         near = slice(max(0, first + some.start - window + 1), columns)  # positions in some query's window
@@ -132,13 +132,15 @@ def last_highest(scores: Tensor, count: int) -> Tensor:
     width = scores.shape[1]
     places = torch.arange(width, device=scores.device).expand_as(scores)
     span = math.isqrt(width // count)
-    if span > 2 and count > 64:  # they lie in ``count`` spans, those of the highest peaks, of equal ones the later
+    if span > 2 and count > 64:  # a few are found sooner at once
+        # They lie in ``count`` spans: those of the highest peaks, the later of equal ones.
         spans = last_highest(F.max_pool1d(scores, span, ceil_mode=True), count)
-        places = listed_positions(spans, span, places[:, -1]).long()
-        scores = scores.gather(1, places.clamp_min(0)).masked_fill_(places < 0, -torch.inf)
+        listed = listed_positions(spans, span, places[:, -1])
+        places = listed.clamp_min(0)
+        scores = scores.gather(1, places).masked_fill_(listed < 0, -torch.inf)
     # Bits of fp32 have the order of integers once those of negative numbers are reversed; 0 is added to -0.
     bits = (scores + 0.0).view(torch.int32)
-    codes = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | places.clamp_min(0)
+    codes = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | places
     top = codes.topk(count, sorted=False).values
     return (top & 0xFFFFFFFF).where(top >> 32 > -0x7F800001, -1).int()
 
@@ -363,8 +365,8 @@ def _indexer_loss(
             scores = (factors[:, None] @ products)[:, 0].masked_fill_(~is_read, torch.finfo(wide).min)
             log_index = scores.log_softmax(-1)
             share = shares[entry, some, None]
-            entropy = p.clamp_min(torch.finfo(wide).tiny).log()  # times p below, 0 for 0
-            loss += ((entropy - log_index).mul_(p).mul_(share)).sum()
+            log_p = p.clamp_min(torch.finfo(wide).tiny).log()  # finite, as 0 times it must be 0
+            loss += (log_p - log_index).mul_(p).mul_(share).sum()
             if not keep:
                 continue
             grad = (log_index.exp() * p.sum(-1, keepdim=True) - p).mul_(share)
