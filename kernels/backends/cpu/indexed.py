@@ -41,14 +41,15 @@ def indexed_forward(
     group = q.shape[1] // k.shape[1]
     for entry, piece in pieces(numbers, block, k.shape[3], group, arithmetic, scale):
         rows = slice(piece.first, piece.first + len(piece.numbers))
+        weights = lse.new_zeros(piece.shape) if weigh else None
         for number in range(k.shape[1]):
             place = entry, slice(number * group, (number + 1) * group), rows
             queries = q[place].transpose(0, 1).to(arithmetic.narrow).contiguous()
-            result, out_lse, weights = piece.forward(queries, keys[entry, number], values[entry, number], weigh)
+            result, out_lse = piece.forward(queries, keys[entry, number], values[entry, number], weights)
             out[place] = result.to(q.dtype).transpose(0, 1)
             lse[place] = out_lse.T * arithmetic.nats
-            if weights is not None:
-                mean[entry, rows] += weights
+        if weights is not None:
+            mean[entry, rows] = piece.by_query(weights)
     return out, lse, mean.div_(q.shape[1]) if weigh else mean.flatten()
 
 
@@ -71,8 +72,8 @@ def indexed_backward(saved: Saved, numbers: Tensor, block: int, scale: float) ->
             inputs = queries, keys[entry, number], values[entry, number], grads
             into = grad_k[entry, number], grad_v[entry, number]
             result = piece.backward(inputs, shifts[place].T, delta[place].T, into)
-            grad_q[place] = result.to(q.dtype).transpose(0, 1)
-    return grad_q, empty_like_rows(k).copy_(grad_k), empty_like_rows(v).copy_(grad_v)
+            grad_q[place] = result.mul_(scale).to(q.dtype).transpose(0, 1)
+    return grad_q, empty_like_rows(k).copy_(grad_k.mul_(scale)), empty_like_rows(v).copy_(grad_v)
 
 
 def pieces(
@@ -135,75 +136,87 @@ class _Blocks(NamedTuple):
         groups_of = query, blocks, row[:-1], partial, bias
         return cls(arithmetic, scale, first, numbers, size, *groups_of, -context % size)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, weigh: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return that of weights: a row and a key of its block."""
+        return len(self.query), self.size
+
+    def by_query(self, weights: Tensor) -> Tensor:
+        """Return weights in the order of a query's keys, (n, T · L)."""
+        return F.pad(weights, (0, 0, 0, 1)).index_select(0, self.row).view(len(self.numbers), -1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attend from queries (n, H, D) to keys (N, D).
 
+        Adds the weights of all heads to ``weights``, of ``shape``.
+
         Returns:
-            The output (n, H, E), the logsumexp in exponents (n, H), and with ``weigh`` weights (n, T · L), summed over
-            heads.
+            The output (n, H, E) and the logsumexp in exponents (n, H).
         """
         keys, values = (self._in_blocks(x) for x in (k, v))
         # One more row, of pairs that are no rows.
         total = q.new_zeros(len(self.query) + 1, q.shape[1], dtype=self.arithmetic.wide)
-        peak, products = torch.zeros_like(total), total.new_empty(len(self.query), q.shape[1], v.shape[1])
-        powers = total.new_zeros(*total.shape, self.size) if weigh else None
-        for groups, rows, scores in self._scores(q, keys):
+        peak, products = torch.zeros_like(total), v.new_empty(len(self.block), ROWS * q.shape[1], v.shape[1])
+        powers = None if weights is None else total.new_empty(len(self.query), q.shape[1], self.size)
+        for groups, rows, _, _, scores in self._scores(q, keys):
             peaks = scores.amax(-1, keepdim=True)
             peaks.masked_fill_(peaks == -math.inf, 0.0)
             self.arithmetic.power_(scores.sub_(peaks))
             peak[rows], total[rows] = peaks.view_as(peak[rows]), scores.sum(-1).view_as(peak[rows])
             if powers is not None:
                 powers[rows] = scores.view_as(powers[rows])
-            of_values = torch.bmm(scores.to(v.dtype), values.index_select(0, self.block[groups]))
-            products[rows] = of_values.view_as(products[rows])
+            of_block = values.index_select(0, self.block[groups])
+            torch.bmm(scores.to(v.dtype), of_block, out=products[groups])
         by_pair = (peak + self.arithmetic.log(total)).index_select(0, self.row).view(len(q), -1, q.shape[1])
         lse = (by_pair * self.arithmetic.nats).logsumexp(1) / self.arithmetic.nats
         shares = self.arithmetic.power_(
             peak[:-1] - lse.masked_fill(lse == -math.inf, math.inf).index_select(0, self.query)
         )
         shares.masked_fill_(total[:-1] == 0, 0.0)
-        out = products.new_zeros(*q.shape[:2], v.shape[1])
-        out.index_add_(0, self.query, products.mul_(shares[..., None]))
-        if powers is None:
-            return out, lse, None
-        powers[:-1] *= shares[..., None]
-        return out, lse, powers.sum(1).index_select(0, self.row).view(len(q), -1)
+        of_rows = products.view(*shares.shape, -1).to(total.dtype).mul_(shares[..., None])
+        out = of_rows.new_zeros(*q.shape[:2], v.shape[1]).index_add_(0, self.query, of_rows)
+        if powers is not None and weights is not None:
+            for of_head, share in zip(powers.unbind(1), shares.unbind(1), strict=True):
+                weights.addcmul_(of_head, share[:, None])
+        return out, lse
 
     def backward(self, inputs: tuple[Tensor, ...], shift: Tensor, delta: Tensor, into: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the gradient of q, (n, H, D), and add those of k and v, (N, ·)."""
+        """Return the gradient of q, (n, H, D), and add those of k and v, (N, ·): those of q and k without the scale."""
         q, k, v, grad_out = inputs
         keys, values = (self._in_blocks(x) for x in (k, v))
         grad_q = torch.zeros(q.shape, dtype=self.arithmetic.wide)
         grad_k, grad_v = (torch.zeros(x.shape, dtype=self.arithmetic.wide) for x in (keys, values))
-        for groups, rows, scores in self._scores(q, keys):
+        for groups, rows, queries, of_block, scores in self._scores(q, keys):
             query, block = self.query[rows], self.block[groups]
-            queries, grads = (x.index_select(0, query).view(len(block), -1, x.shape[2]) for x in (q, grad_out))
-            shifts, deltas = (x.index_select(0, query).view(len(block), -1, 1) for x in (shift, delta))
+            grads, shifts, deltas = (
+                x.index_select(0, query).view(len(block), ROWS * q.shape[1], -1) for x in (grad_out, shift, delta)
+            )
             weights = self.arithmetic.power_(scores.sub_(shifts))
             grad_v.index_add_(0, block, torch.bmm(weights.to(q.dtype).mT, grads).to(self.arithmetic.wide))
             grad = torch.bmm(grads, values.index_select(0, block).mT).to(self.arithmetic.wide)
-            grad_scores = grad.sub_(deltas).mul_(weights).mul_(self.scale).to(q.dtype)
-            of_keys = torch.bmm(grad_scores, keys.index_select(0, block)).view(-1, *q.shape[1:])
+            grad_scores = grad.sub_(deltas).mul_(weights).to(q.dtype)
+            of_keys = torch.bmm(grad_scores, of_block).view(-1, *q.shape[1:])
             grad_q.index_add_(0, query, of_keys.to(self.arithmetic.wide))
             grad_k.index_add_(0, block, torch.bmm(grad_scores.mT, queries).to(self.arithmetic.wide))
         for total, grads in zip(into, (grad_k, grad_v), strict=True):
             total += grads.flatten(0, 1)[: len(total)]
         return grad_q
 
-    def _scores(self, q: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield slices of groups, of their rows, and the scores of these in exponents, (·, R · H, L)."""
+    def _scores(self, q: Tensor, keys: Tensor) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+        """Yield slices of groups and of their rows, queries (·, R · H, D), keys (·, L, D) and scores in exponents."""
         at_once = num_at_once(ROWS * q.shape[1] * self.size)
         edges = torch.searchsorted(self.partial, torch.arange(0, len(self.block) + at_once, at_once) * ROWS).tolist()
         for number, first in enumerate(range(0, len(self.block), at_once)):
             last = min(first + at_once, len(self.block))
             groups, rows = slice(first, last), slice(first * ROWS, last * ROWS)
             queries = q.index_select(0, self.query[rows]).view(last - first, -1, q.shape[2])
-            scores = torch.bmm(queries, keys.index_select(0, self.block[groups]).mT).to(self.arithmetic.wide)
-            scores.mul_(self.scale / self.arithmetic.nats)
+            of_block = keys.index_select(0, self.block[groups])
+            scale = self.scale / self.arithmetic.nats
+            scores = torch.baddbmm(q.new_zeros(()), queries, of_block.mT, beta=0, alpha=scale).to(self.arithmetic.wide)
             partial = slice(edges[number], edges[number + 1])
             bias = self.bias[partial, None].to(self.arithmetic.wide).expand(-1, q.shape[1], -1)
             scores.view(-1, q.shape[1], self.size).index_add_(0, self.partial[partial] - rows.start, bias)
-            yield groups, rows, scores
+            yield groups, rows, queries, of_block, scores
 
     def _in_blocks(self, x: Tensor) -> Tensor:
         return F.pad(x, (0, 0, 0, self.padding)).view(-1, self.size, x.shape[1])
@@ -230,7 +243,18 @@ class _Tile(NamedTuple):
         bias.scatter_(1, keys.where(keys >= 0, last), 0.0)
         return cls(arithmetic, scale, first, keys, bias[:, :-1], None)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, weigh: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    @property
+    def shape(self) -> torch.Size:
+        """Return that of weights: a query and a column."""
+        return self.bias.shape
+
+    def by_query(self, weights: Tensor) -> Tensor:
+        """Return weights as ``_Blocks.by_query`` does."""
+        if self.columns is not None:
+            return weights
+        return weights.gather(1, self.numbers.clamp_min(0)).masked_fill_(self.numbers < 0, 0.0)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attend as ``_Blocks.forward`` does."""
         keys, values = (self._columns(x) for x in (k, v))
         scores = self._scores(q, keys)
@@ -239,25 +263,22 @@ class _Tile(NamedTuple):
         powers = self.arithmetic.power_(scores.sub_(peak))
         total = powers.sum(-1, keepdim=True)
         lse = peak + self.arithmetic.log(total)
-        weights = powers.div_(total.masked_fill(total == 0, 1.0))
-        out = (weights.to(v.dtype) @ values).to(self.arithmetic.wide)
-        if not weigh:
-            return out, lse[..., 0], None
-        summed = weights.sum(1)
-        if self.columns is None:
-            summed = summed.gather(1, self.numbers.clamp_min(0)).masked_fill_(self.numbers < 0, 0.0)
-        return out, lse[..., 0], summed
+        shares = powers.div_(total.masked_fill(total == 0, 1.0))
+        out = self._product(shares.to(v.dtype), values).to(self.arithmetic.wide)
+        if weights is not None:
+            weights += shares.sum(1)
+        return out, lse[..., 0]
 
     def backward(self, inputs: tuple[Tensor, ...], shift: Tensor, delta: Tensor, into: tuple[Tensor, Tensor]) -> Tensor:
         """Return and add gradients as ``_Blocks.backward`` does."""
         q, k, v, grad_out = inputs
         keys, values = (self._columns(x) for x in (k, v))
         weights = self.arithmetic.power_(self._scores(q, keys).sub_(shift[..., None]))
-        grad = (grad_out @ values.mT).to(self.arithmetic.wide).sub_(delta[..., None]).mul_(weights).mul_(self.scale)
+        grad = self._product(grad_out, values.mT).to(self.arithmetic.wide).sub_(delta[..., None]).mul_(weights)
         grad_scores = grad.to(q.dtype)
         self._add(into[1], weights.to(q.dtype), grad_out)
         self._add(into[0], grad_scores, q)
-        return (grad_scores @ keys).to(self.arithmetic.wide)
+        return self._product(grad_scores, keys).to(self.arithmetic.wide)
 
     def _columns(self, x: Tensor) -> Tensor:
         """Return the rows of x (N, D) that are read: (n, T, D), or (W, D) for all queries."""
@@ -266,8 +287,14 @@ class _Tile(NamedTuple):
         return x.index_select(0, self.columns).view(*self.numbers.shape, x.shape[1])
 
     def _scores(self, q: Tensor, keys: Tensor) -> Tensor:
-        products = (q @ keys.mT).to(self.arithmetic.wide)
+        products = self._product(q, keys.mT).to(self.arithmetic.wide)
         return products.mul_(self.scale / self.arithmetic.nats).add_(self.bias[:, None])
+
+    def _product(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Multiply rows (n, H, ·) by a matrix of the columns, or of those of each query."""
+        if self.columns is None:  # a product of matrices; torch would repeat this one for each query
+            return (rows.flatten(0, 1) @ columns).unflatten(0, rows.shape[:2])
+        return rows @ columns
 
     def _add(self, total: Tensor, factors: Tensor, rows: Tensor) -> None:
         """Add the products of factors (n, H, W) and rows (n, H, D) to the rows (N, D) of the columns."""
