@@ -339,8 +339,8 @@ def _indexer_loss(
     wide = accumulator_dtype(q.dtype)
     grads = [torch.zeros_like(x, dtype=wide) if keep else x.new_empty(0, dtype=wide) for x in (q, k, weights)]
     loss = q.new_zeros((), dtype=wide)
-    in_blocks = F.pad(k, (0, 0, 0, -k.shape[1] % block)).unflatten(1, (-1, block)).flatten(2)  # (B, C, L · I)
-    grad_blocks = torch.zeros_like(in_blocks, dtype=wide)
+    in_blocks = F.pad(k.to(wide), (0, 0, 0, -k.shape[1] % block)).unflatten(1, (-1, block)).flatten(2)  # (B, C, L · I)
+    grad_blocks = torch.zeros_like(in_blocks)
     heads = q.shape[2] if queries is None else max(q.shape[2], queries.shape[1])
     width = None if numbers is None else numbers.shape[2] * block * q.shape[3] // q.shape[2]
     with torch.autocast(q.device.type, enabled=False):
@@ -359,7 +359,7 @@ def _indexer_loss(
                 places = listed_positions(numbers[entry, some], block, query)
                 is_read, p = places >= 0, target[entry, some]
                 listed = numbers[entry, some].clamp_min(0).flatten().long()
-                read = in_blocks[entry].index_select(0, listed).view(*places.shape, -1).to(wide)
+                read = in_blocks[entry].index_select(0, listed).view(*places.shape, -1)
             index_q, factors = q[entry, some].to(wide), weights[entry, some].to(wide)
             products = (index_q @ read.mT).relu_()  # (R, J, W)
             scores = (factors[:, None] @ products)[:, 0].masked_fill_(~is_read, torch.finfo(wide).min)
