@@ -25,7 +25,7 @@ from longstride.kernels.selections import listed_positions
 NARROW = 8  # keys for each head that shares them; smaller blocks are read key by key
 ROWS = 64  # R
 MOST_LISTED = 1 << 24  # keys of the queries of a piece, once for each head
-GATHERED = 64  # keys that one head multiplies and masks in the time that gathering one takes
+GATHERED = 40  # keys that one head multiplies and masks in the time that gathering one takes
 TILE = 1 << 19  # values of keys that a tile gathers, or scores that it computes
 
 
