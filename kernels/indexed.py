@@ -76,7 +76,7 @@ def _choose_keys(
     if backend != "triton":
         k = k.to(accumulator_dtype(k.dtype))  # once for all tiles
     numbers = q.new_full((len(q), rows, min(count, -(-k.shape[1] // block))), -1, dtype=torch.int32)
-    for entry, some, columns in tiles(len(q), rows, 1, first, q.device):  # heads are summed in slabs
+    for entry, some, columns in tiles(len(q), rows, 1, first, q.device):  # index_scores sums heads
         scores = index_scores(q[entry, some], k[entry, :columns], weights[entry, some], first + some.start, backend)
         position = torch.arange(columns, device=q.device)
         near = slice(max(0, first + some.start - window + 1), columns)  # positions in some query's window
@@ -132,7 +132,7 @@ def last_highest(scores: Tensor, count: int) -> Tensor:
     width = scores.shape[1]
     places = torch.arange(width, device=scores.device).expand_as(scores)
     span = math.isqrt(width // count)
-    if span > 2 and count > 64:  # a few are found sooner at once
+    if span > 2 and count > 64:  # topk alone is faster for fewer
         # They lie in ``count`` spans: those of the highest peaks, the later of equal ones.
         spans = last_highest(F.max_pool1d(scores, span, ceil_mode=True), count)
         listed = listed_positions(spans, span, places[:, -1])

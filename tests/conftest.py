@@ -17,7 +17,7 @@ settings.load_profile("patient")
 
 @pytest.fixture(autouse=True)
 def same_arithmetic() -> Iterator[None]:
-    """Seed each test, and reset afterwards the number of threads and ``linear``, which ZeRO 3 replaces."""
+    """Seed torch before each test. Then restore the number of threads, and ``linear``, which ZeRO 3 replaces."""
     torch.manual_seed(0)
     linear = torch.nn.functional.linear
     yield

@@ -138,7 +138,7 @@ class _Blocks(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return that of weights: a row and a key of its block."""
+        """Return the shape of the weights that ``forward`` adds to: (G · R, L)."""
         return len(self.query), self.size
 
     def by_query(self, weights: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _Blocks(NamedTuple):
         return out, lse
 
     def backward(self, inputs: tuple[Tensor, ...], shift: Tensor, delta: Tensor, into: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the gradient of q, (n, H, D), and add those of k and v, (N, ·): those of q and k without the scale."""
+        """Return the gradient of q, (n, H, D), and add those of k and v, (N, ·). The caller scales those of q and k."""
         q, k, v, grad_out = inputs
         keys, values = (self._in_blocks(x) for x in (k, v))
         grad_q = torch.zeros(q.shape, dtype=self.arithmetic.wide)
@@ -245,7 +245,7 @@ class _Tile(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Return that of weights: a query and a column."""
+        """Return the shape of the weights that ``forward`` adds to: (n, W)."""
         return self.bias.shape
 
     def by_query(self, weights: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ class _Tile(NamedTuple):
 
     def _product(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Multiply rows (n, H, ·) by a matrix of the columns, or of those of each query."""
-        if self.columns is None:  # a product of matrices; torch would repeat this one for each query
+        if self.columns is None:  # torch would multiply strided rows query by query
             return (rows.flatten(0, 1) @ columns).unflatten(0, rows.shape[:2])
         return rows @ columns
 

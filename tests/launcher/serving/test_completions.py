@@ -74,7 +74,7 @@ def test_choices_do_not_depend_on_what_stands_beside_them(url: str, model: Spars
     for number, choice in enumerate(choices):
         prompt = bytes(token for token in prompts[number // 3] if token < 256)
         assert content_of(choice) == alone(model, prompt, 20, 7 + number % 3, temperature=2)
-    # As hot and as many that two are never equal by chance: the model with an indexer prefers two bytes.
+    # The indexed model prefers two bytes. Fewer or cooler tokens would be equal by chance.
     drawn = post(url, prompt=["a", "a"], n=2, max_tokens=60, temperature=2)["choices"]
     assert len({choice["bytes_base64"] for choice in drawn}) == 4
 
