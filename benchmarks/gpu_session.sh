@@ -8,9 +8,11 @@
 #   PART 2  tuning: the fastest configurations, to be taken over into the kernels' tables
 #   PART 3  the cases that bars are set on, the card's counters, other dtypes and widths, selections, the bars
 #   PART 4  whole training steps: batch 4, batch 1, a million bytes; sampling byte by byte
-#   PART 5  the whole grid of attention; a DeepSpeed training of some hundred steps, and its resume
+#   PART 5  the whole grid of attention
 #   PART 6  the paper's tables: dense, fixed and strided models trained side by side
 #   PART 7  music_1m_152m, 152 million parameters over a million bytes: some steps, and their memory beside the plan's
+#   PART 8  every mixer beside a CPU, a DeepSpeed training of some hundred steps and its resume; times of the indexer and
+#           the delta rule
 #
 # Several parts run one after another; --seconds (default 590) is the time of them all, so that one call of ten minutes
 # has what fits: a step that no longer does is left out and named.
@@ -35,12 +37,12 @@ while [ $# -gt 0 ]; do
       shift ;;
     --overwrite) OVERWRITE=(--overwrite) ;;
     --rehearse) REHEARSE=yes ;;
-    [1-7]) PARTS+=("$1") ;;
-    *) wrong "$1: must be parts from 1 to 7, or one of --output, --seconds, --wheels, --compiled, --python, --overwrite, --rehearse" ;;
+    [1-8]) PARTS+=("$1") ;;
+    *) wrong "$1: must be parts from 1 to 8, or one of --output, --seconds, --wheels, --compiled, --python, --overwrite, --rehearse" ;;
   esac
   shift
 done
-[ ${#PARTS[@]} -gt 0 ] || wrong "which parts? 1 to 7"
+[ ${#PARTS[@]} -gt 0 ] || wrong "which parts? 1 to 8"
 [[ "$SESSION" =~ ^[1-9][0-9]*$ ]] || wrong "--seconds=$SESSION: must be a whole number; nearest 590"
 [ -z "$WHEELS" ] || [ -d "$WHEELS" ] || wrong "--wheels=$WHEELS: must be a folder"
 [ -z "$COMPILED" ] || [ -f "$COMPILED" ] || wrong "--compiled=$COMPILED: must be a file that benchmarks/attention/ahead.py wrote"
@@ -212,26 +214,6 @@ part_5() {
   step attention 270 "$PYTHON" -m benchmarks.attention.attention "${grid[@]}" "${OVERWRITE[@]}" \
     --output "$OUTPUT/attention-$SLUG.json"
   bars
-  local absent sources settings train
-  absent="$(missing deepspeed hjson msgpack ninja packaging psutil cpuinfo einops pydantic safetensors tqdm webdataset)"
-  if [ -n "$absent" ]; then
-    skip deepspeed-training "it needs $absent; --wheels installs it"
-    return
-  fi
-  sources="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')"
-  settings=(deepspeed=zero2_bf16 train.global_batch=16 train.micro_batch=16 train.checkpoint_every=200)
-  settings+=(train.evaluate_every=200) steps=(train.steps=200 train.steps=400)
-  if [ -n "$REHEARSE" ]; then
-    sources="$ROOT/launcher"
-    settings=(train.global_batch=2 train.micro_batch=2 train.checkpoint_every=2 train.evaluate_every=2)
-    settings+=(train.evaluate_contexts=2) steps=(train.steps=2 train.steps=4)
-  fi
-  train=("$PYTHON" -m longstride.launcher.cli train --config ds_configs/experiments/demo.json --processes 1)
-  settings+=("train.output=$WORK/run" "data.path=$WORK/data" train.warmup_steps=1)
-  step data 60 "$PYTHON" -m longstride.launcher.cli data build "$sources" --suffix .py --exclude site-packages --output "$WORK/data"
-  step training 150 "${train[@]}" "${settings[@]}" "${steps[0]}" &&
-    step resume 120 "${train[@]}" --resume auto "${settings[@]}" "${steps[1]}"
-  [ ! -f "$WORK/run/metrics.jsonl" ] || cp "$WORK/run/metrics.jsonl" "$OUTPUT/training-metrics.jsonl"
 }
 part_6() {
   # A seed of both data sets before the next: what the time limit cuts off are seeds.
@@ -261,6 +243,38 @@ part_7() {
   [ -n "$REHEARSE" ] || changes=('deepspeed.activation_checkpointing={"cpu_checkpointing": true}')
   step long-and-large-host 280 "$PYTHON" -m benchmarks.training.planned_memory music_1m_152m "${changes[@]}" \
     "${OVERWRITE[@]}" --output "$OUTPUT/planned-memory-host-$SLUG.json"
+}
+part_8() {
+  local workers=() options=() absent sources settings train
+  [ -n "$(missing xdist)" ] || workers=(-n 12)
+  [ -z "$REHEARSE" ] || workers=(-p no:xdist)
+  tests delta-indexed 120 "${workers[@]}" tests/kernels/test_triton_delta.py tests/kernels/test_triton_indexed.py
+  tests mixers 150 "${workers[@]}" tests/sparse_model/test_systems.py -k a_card_computes
+  absent="$(missing deepspeed hjson msgpack ninja packaging psutil cpuinfo einops pydantic safetensors tqdm webdataset)"
+  if [ -n "$absent" ]; then
+    skip deepspeed-training "it needs $absent; --wheels installs it"
+    return
+  fi
+  sources="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["stdlib"])')"
+  settings=(deepspeed=zero2_bf16 train.global_batch=16 train.micro_batch=16 train.checkpoint_every=200)
+  settings+=(train.evaluate_every=200) steps=(train.steps=200 train.steps=400)
+  if [ -n "$REHEARSE" ]; then
+    sources="$ROOT/launcher"
+    settings=(train.global_batch=2 train.micro_batch=2 train.checkpoint_every=2 train.evaluate_every=2)
+    settings+=(train.evaluate_contexts=2) steps=(train.steps=2 train.steps=4)
+  fi
+  train=("$PYTHON" -m longstride.launcher.cli train --config ds_configs/experiments/demo.json --processes 1)
+  settings+=("train.output=$WORK/run" "data.path=$WORK/data" train.warmup_steps=1)
+  step data 60 "$PYTHON" -m longstride.launcher.cli data build "$sources" --suffix .py --exclude site-packages --output "$WORK/data"
+  step training 150 "${train[@]}" "${settings[@]}" "${steps[0]}" &&
+    step resume 120 "${train[@]}" --resume auto "${settings[@]}" "${steps[1]}"
+  [ ! -f "$WORK/run/metrics.jsonl" ] || cp "$WORK/run/metrics.jsonl" "$OUTPUT/training-metrics.jsonl"
+  [ -z "$REHEARSE" ] || options=(--contexts 128 --rounds 1)
+  step indexer 90 "$PYTHON" -m benchmarks.memories.indexer --rounds 10 "${options[@]}" "${OVERWRITE[@]}" \
+    --output "$OUTPUT/indexer-$SLUG.json"
+  [ -z "$REHEARSE" ] || options=(--context 128 "${options[@]}" --generated 128 256)
+  step recurrences 60 "$PYTHON" -m benchmarks.memories.recurrences --rounds 20 "${options[@]}" "${OVERWRITE[@]}" \
+    --output "$OUTPUT/recurrences-$SLUG.json"
 }
 for part in "${PARTS[@]}"; do "part_$part"; done
 

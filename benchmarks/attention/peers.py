@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
@@ -31,10 +32,8 @@ def dense_attention(kernel: SDPBackend | None = None) -> Attention:
     """Return torch's dense causal attention, by one of its kernels or by torch's choice."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if kernel is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        with sdpa_kernel(kernel):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with contextlib.nullcontext() if kernel is None else sdpa_kernel(kernel):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     return attention
 

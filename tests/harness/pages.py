@@ -6,7 +6,8 @@ says more: ``<!-- file: NAME -->``, it is put there under that name; ``<!-- ends
 until it is stopped; ``<!-- needs: a cluster -->``, it is not run here, for that reason.
 
 What is printed is compared line by line. ``…`` stands for any text in a line, and alone for any lines. Numbers are
-those of the machine that wrote the page, so any number goes where one stands; bits per byte are held to a share.
+those of the machine that wrote the page, so any number goes where one stands; bits per byte are held to a share. Lines
+of progress, which a faster machine does not print, are left out.
 Where a page shows none, its runs take a tenth of the steps that it names.
 """
 
@@ -23,6 +24,7 @@ _BLOCK = re.compile(
     r"(?:<!-- (?P<key>file|needs|ends): (?P<value>.*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+_PROGRESS = re.compile(r"longstride: .*, about .* left")  # of work that takes a slow machine more than ten seconds
 _BITS = re.compile(r"(\d+\.\d+) bits per byte|bits_per_byte\D{1,4}(\d+\.\d+)")
 BITS_SHARE = 0.1  # machines round otherwise, and a short training magnifies that
 
@@ -137,6 +139,7 @@ def first_difference(expected: list[str], printed: list[str]) -> str | None:
             pieces.append([])
         else:
             pieces[-1].append(line)
+    printed = [line for line in printed if not _PROGRESS.fullmatch(line)]
     while printed and not printed[-1]:
         printed.pop()
     place = 0

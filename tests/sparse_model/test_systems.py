@@ -15,10 +15,14 @@ from longstride.sparse_model.mixers.synthesizer import Synthesizer
 from longstride.sparse_model.part import Mixer
 from longstride.testing.cache import several
 from longstride.testing.comparisons import UndeclaredError
+from tests.harness.backends import DEVICES, ON_A_CARD, WITH_TRITON
 from tests.harness.configs import ATTENTIONS, SYSTEMS, small
 from tests.sparse_model.test_transformer import awake
 
 every_system = pytest.mark.parametrize("changes", SYSTEMS.values(), ids=SYSTEMS)
+ON_DEVICE = {name: {"attention": attention} for name, attention in ATTENTIONS.items()} | SYSTEMS
+if not ON_A_CARD:  # a few that rehearse them in Triton's interpreter
+    ON_DEVICE = {name: SYSTEMS[name] for name in ("hash rounds of turned queries", "one expert a row")}
 
 
 @every_system
@@ -170,3 +174,23 @@ def test_a_backend_is_checked_for_the_widths_that_the_mixers_ask_for() -> None:
     with pytest.raises(ConfigError, match=r'^backend="triton": cannot run here: a head width of 257 exceeds 256$'):
         check([{"type": "local", "window": 4}, wide])
     check({"type": "synthesizer", "kind": ["random", "attention"]})  # computes its scores itself
+
+
+@WITH_TRITON
+@pytest.mark.parametrize("changes", ON_DEVICE.values(), ids=ON_DEVICE)
+def test_a_card_computes_what_a_processor_does(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nats, auxiliary loss and every gradient, in fp32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    results: list[dict[str, torch.Tensor]] = []
+    for device, backend in (("cpu", "cpu"), (DEVICES["triton"], "auto" if ON_A_CARD else "triton")):
+        model = awake(**changes, backend=backend).train().to(device)
+        tokens = torch.arange(3 * model.config.context, device=device).view(3, -1) ** 2 % 7 % model.config.vocabulary
+        output = model(tokens, return_nats=True, return_extras=True)
+        auxiliary = output.auxiliary_loss
+        (output.rows.mean() + (0 if auxiliary is None else auxiliary)).backward()
+        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        found |= {"nats": output.rows} | ({} if auxiliary is None else {"auxiliary loss": auxiliary})
+        results.append({name: each.detach().cpu() for name, each in found.items()})
+    assert results[0].keys() == results[1].keys()
+    for name, wanted in results[0].items():
+        assert (results[1][name] - wanted).norm() <= 1e-3 * wanted.norm(), name
