@@ -23,6 +23,7 @@ from longstride.kernels.selections import chosen_blocks, listed_positions
 
 SCORES = {"cpu": 1 << 19}  # of all heads of an indexer or of attention at once, so that a CPU's cache holds them
 MOST_SCORES = 1 << 25  # on other devices
+SHORTEST_IN_TILES, FEWEST_IN_TILES = 64, 1 << 17  # positions of a block, and keys of all heads, with which tiles pay
 
 
 def choose_keys(
@@ -76,20 +77,18 @@ def _choose_keys(
     if backend != "triton":
         k = k.to(accumulator_dtype(k.dtype))  # once for all tiles
     numbers = q.new_full((len(q), rows, min(count, -(-k.shape[1] // block))), -1, dtype=torch.int32)
+    in_blocks = block if starts is None else 1
     for entry, some, columns in tiles(len(q), rows, 1, first, q.device):  # index_scores sums heads
-        scores = index_scores(q[entry, some], k[entry, :columns], weights[entry, some], first + some.start, backend)
-        position = torch.arange(columns, device=q.device)
-        near = slice(max(0, first + some.start - window + 1), columns)  # positions in some query's window
-        behind = torch.arange(first + some.start, columns, device=q.device)[:, None] - position[near]
-        scores[:, near].masked_fill_((behind >= 0) & (behind < window), torch.inf)
+        index = q[entry, some], k[entry, :columns], weights[entry, some]
+        scores = index_scores(*index, first + some.start, backend, window, in_blocks)
         if starts is not None:
+            position = torch.arange(columns, device=q.device)
             scores.masked_fill_(position < starts[entry, some, None], -torch.inf)
-        if block > 1 and starts is not None:  # position s of a document moves to place s
-            shifted = position + starts[entry, some, None]
-            scores = scores.gather(1, shifted.clamp_max(columns - 1)).masked_fill_(shifted >= columns, -torch.inf)
-        if block > 1:
-            scores = F.max_pool1d(scores, block, ceil_mode=True)
-        chosen = last_highest(scores, min(count, scores.shape[1]))
+            if block > 1:  # position s of a document moves to place s
+                shifted = position + starts[entry, some, None]
+                scores = scores.gather(1, shifted.clamp_max(columns - 1)).masked_fill_(shifted >= columns, -torch.inf)
+                scores = F.max_pool1d(scores, block, ceil_mode=True)
+        chosen = last_highest(scores, min(count, scores.shape[1]), backend)
         numbers[entry, some, : chosen.shape[1]] = chosen
     if block > 1 and starts is not None:
         places = torch.arange(first, first + rows, device=q.device) - starts
@@ -104,13 +103,18 @@ def _(q: Tensor, k: Tensor, _: Tensor, count: int, block: int, __: int, starts: 
     return q.new_empty((*q.shape[:2], listed), dtype=torch.int32)
 
 
-def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int, backend: str = "auto") -> Tensor:
+def index_scores(
+    q: Tensor, k: Tensor, weights: Tensor, first: int, backend: str = "auto", window: int = 0, block: int = 1
+) -> Tensor:
     """Return Σ_j w_j · ReLU(q_j · k) of queries (n, J, I) from position ``first`` on: (n, first + n) fp32.
 
-    That of a later key is -inf.
+    That of a later key is -inf, that of each query's last ``window`` keys inf. With ``block``, L, it is the highest of
+    L keys: (n, ⌈(first + n) / L⌉).
     """
     if choose_backend(backend, BACKENDS, (q, q, q), ADVICE) == "triton":
-        return triton.index_scores(q[None], k[None], weights[None], first)[0].float()
+        found, joined = triton.index_scores(q[None], k[None], weights[None], first, window, block)
+        scores = found[0].float()
+        return scores if joined == block else F.max_pool1d(scores, block, ceil_mode=True)
     rows, keys, factors = (x.to(accumulator_dtype(q.dtype)) for x in (q.flatten(0, 1), k, weights[:, None]))
     scores = q.new_empty(len(q), len(k), dtype=torch.float32)
     at_once = max(64, SCORES.get(q.device.type, MOST_SCORES) // len(rows))
@@ -118,26 +122,32 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int, backend: str
         for some, of_keys in zip(scores.split(at_once, 1), keys.split(at_once), strict=True):
             products = torch.mm(rows, of_keys.T).relu_().view(*q.shape[:2], -1)
             some.copy_(torch.bmm(factors, products)[:, 0])
-    last = scores[:, first:]  # positions of the queries
-    last.masked_fill_(torch.ones_like(last, dtype=torch.bool).triu_(1), -torch.inf)
-    return scores
+    near = slice(max(0, first - window + 1), None)  # the queries' positions, and all that are in a window
+    behind = torch.arange(first, len(k), device=q.device)[:, None] - torch.arange(len(k), device=q.device)[near]
+    scores[:, near].masked_fill_(behind < window, torch.inf).masked_fill_(behind < 0, -torch.inf)
+    return scores if block == 1 else F.max_pool1d(scores, block, ceil_mode=True)
 
 
-def last_highest(scores: Tensor, count: int) -> Tensor:
+def last_highest(scores: Tensor, count: int, backend: str = "cpu") -> Tensor:
     """Return the places of the ``count`` highest of scores (n, W) fp32, the later of equal ones; -1 for one of -inf.
 
     Returns:
         (n, count) int32, in any order.
     """
     width = scores.shape[1]
+    if backend == "triton" and (found := triton.last_highest(scores, count)) is not None:
+        return found
     places = torch.arange(width, device=scores.device).expand_as(scores)
     span = math.isqrt(width // count)
-    if span > 2 and count > 64:  # topk alone is faster for fewer
+    if span > 2 and (count > 64 or backend == "triton"):  # topk alone is faster for fewer
         # They lie in ``count`` spans: those of the highest peaks, the later of equal ones.
-        spans = last_highest(F.max_pool1d(scores, span, ceil_mode=True), count)
+        spans = last_highest(F.max_pool1d(scores, span, ceil_mode=True), count, backend)
         listed = listed_positions(spans, span, places[:, -1])
         places = listed.clamp_min(0)
         scores = scores.gather(1, places).masked_fill_(listed < 0, -torch.inf)
+        if backend == "triton":
+            found = last_highest(scores, count, backend)
+            return places.gather(1, found.clamp_min(0).long()).where(found >= 0, -1).int()
     # Bits of fp32 have the order of integers once those of negative numbers are reversed; 0 is added to -0.
     bits = (scores + 0.0).view(torch.int32)
     codes = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | places
@@ -202,8 +212,8 @@ def indexed_attention(
     scale = resolve_scale(q, scale)
     backend = choose_backend(backend, BACKENDS, (q, k, v), ADVICE)
     own = torch.arange(q.shape[2], device=q.device)
-    if backend == "triton" and block > 1:
-        # Tiles of a block and the queries that choose it, as in mixture of block attention.
+    if backend == "triton" and block >= SHORTEST_IN_TILES and k.shape[1] * k.shape[2] >= FEWEST_IN_TILES:
+        # Tiles of a block and the queries that choose it, as in mixture of block attention. Otherwise keys are listed.
         others = numbers.where(numbers != own[:, None] // block, -1)[:, None].expand(-1, q.shape[1], -1, -1)
         selection = chosen_blocks(others, block)
         out, lse = selected_attention(q, k, v, selection, scale=scale, backend=backend, return_lse=True)
@@ -377,7 +387,10 @@ def _indexer_loss(
                 grad_blocks[entry].view(-1, k.shape[2])[:columns] += grad.flatten(0, 1).T @ index_q.flatten(0, 1)
             else:
                 of_keys = (grad.mT @ index_q).view(len(listed), -1)
-                grad_blocks[entry].index_add_(0, listed, of_keys)
+                if q.device.type == "cpu":
+                    grad_blocks[entry].index_add_(0, listed, of_keys)
+                else:  # index_add_ is not deterministic there
+                    grad_blocks[entry].index_put_((listed,), of_keys, accumulate=True)
     if keep:
         grads[1] = grad_blocks.view(len(k), -1, k.shape[2])[:, : k.shape[1]].contiguous()
     return loss, grads[0], grads[1], grads[2]

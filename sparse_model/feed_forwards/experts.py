@@ -571,8 +571,10 @@ def gradients_of_groups(grad: Tensor, x: Tensor, ends: Tensor, count: int) -> tu
     sums = grad.new_zeros(count, grad.shape[1])
     if _fits_grouped_kernel(grad, x):
         group = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
-        wide = torch.zeros(count + 1, grad.shape[1], device=x.device).index_add_(0, group, grad.float())
-        return F.grouped_mm(grad.t(), x, offs=ends), sums.copy_(wide[:count])
+        is_in = group == torch.arange(count, device=x.device)[:, None]  # index_add_ would not be deterministic
+        return F.grouped_mm(grad.t(), x, offs=ends), sums.copy_(
+            is_in.float() @ grad.float().masked_fill_((group == count)[:, None], 0)
+        )
     products = grad.new_empty(count, grad.shape[1], x.shape[1])
     for expert, rows in enumerate(_slices(ends)):
         torch.mm(grad[rows].t(), x[rows], out=products[expert])

@@ -26,12 +26,14 @@ def compiled_kernel(case: str) -> dict[str, Any]:
     architecture, name, dtype, *sizes = case.split(":")
     width, group = map(int, sizes)
     kernel, is_nvidia = getattr(indexed, f"{name}_kernel"), architecture.startswith("sm_")
-    if name == "scores":
+    if name == "highest":
+        tiles = indexed.row_of(indexed.MOST_PLACES)
+    elif name == "scores":
         tiles = indexed.score_tiles(width, getattr(torch, dtype), is_nvidia)
     else:
         tiles = indexed.tiles_for(group, width, getattr(torch, dtype), is_nvidia)
     values: dict[str, Any] = dict.fromkeys(("WIDTH", "W", "VALUE_WIDTH", "WV"), width) | tiles
-    values |= {"SCALE": width**-0.5, "GROUP": group, "PIECE": indexed.PIECE, "GRAD_LSE": True}
+    values |= {"SCALE": width**-0.5, "GROUP": group, "PIECE": indexed.PIECE, "POOL": 16, "GRAD_LSE": True}
     values |= {"ROUND_BF16": False, "ACCUMULATOR": tl.float32}
     constants = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
     types = {parameter.name: _type(parameter.name, TYPES[dtype]) for parameter in kernel.params}
@@ -40,7 +42,7 @@ def compiled_kernel(case: str) -> dict[str, Any]:
 
 
 def _type(parameter: str, dtype: str) -> str:
-    if parameter.startswith(("stride", "num_")):
+    if parameter.startswith(("stride", "num_", "count", "window")):
         return "i32"
     return INTEGERS.get(parameter) or "*" + (dtype if parameter in NARROW else "fp32")
 

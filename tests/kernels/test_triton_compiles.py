@@ -37,7 +37,7 @@ RENEW = "run python -m benchmarks.attention.compiled"
 DELTA_KERNELS = (
     "systems", "inverses", "solved", "states", "outputs", "written", "grad_states", "corrected", "pairs", "rows",
 )  # fmt: skip
-INDEXED_KERNELS = ("forward", "summed_weights", "dq", "pieces", "keys", "scores")
+INDEXED_KERNELS = ("forward", "summed_weights", "dq", "pieces", "keys", "scores", "highest")
 ANEW = ("gfx942", "sm_90")  # whose first case is compiled each time
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longstride.kernels.backends import Saved
+from longstride.kernels.backends import Saved, triton
+from longstride.kernels.indexed import index_scores, last_highest
 from tests.harness.backends import DEVICES, DTYPES, IN_THE_INTERPRETER, ON_A_CARD, WITH_TRITON
 from tests.harness.oracles import RESULTS, Inputs, Shape, assert_within_precision, make_inputs
 
@@ -127,24 +128,49 @@ def test_summed_weights_equal_the_mean_of_the_heads(dtype: torch.dtype, width: i
 
 @pytest.mark.parametrize(("dtype", "first"), [(SINGLE, 0), (BRAIN, 29), (HALF, 40)])
 def test_scores_equal_the_definition(dtype: torch.dtype, first: int) -> None:
-    from longstride.kernels.backends.triton.indexed import index_scores
-
     generator = torch.Generator().manual_seed(first)
     shapes = (2, 41, 3, 24), (2, first + 41, 24), (2, 41, 3)
     q, k, weights = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
     wide_q, wide_k, wide_weights = q.double(), k.double(), weights.double()
     wanted = torch.einsum("bnj,bnjm->bnm", wide_weights, torch.einsum("bnjd,bmd->bnjm", wide_q, wide_k).relu())
     size = torch.einsum("bnj,bnjd,bmd->bnm", wide_weights.abs(), wide_q.abs(), wide_k.abs())
-    actual = index_scores(*(x.to(DEVICE) for x in (q, k, weights)), first).cpu()
+    actual = triton.index_scores(*(x.to(DEVICE) for x in (q, k, weights)), first)[0].cpu()
     later = torch.arange(first + 41) > first + torch.arange(41)[:, None]
     assert actual.dtype == torch.float32 and torch.equal(actual == -torch.inf, later.expand_as(actual))
     assert ((actual - wanted).abs() <= 2**-24 * (24 + 3 + 8) * size)[:, ~later].all()
 
 
 def test_scores_of_a_tile_of_queries_have_the_bits_of_all() -> None:
-    from longstride.kernels.backends.triton.indexed import index_scores
-
     generator = torch.Generator().manual_seed(0)
     q, k, weights = (torch.randn(1, 70, *shape, generator=generator).to(DEVICE) for shape in ((2, 16), (16,), (2,)))
-    part = index_scores(q[:, 33:50], k[:, :50], weights[:, 33:50], 33)
-    assert torch.equal(part, index_scores(q, k, weights, 0)[:, 33:50, :50])
+    part = triton.index_scores(q[:, 33:50], k[:, :50], weights[:, 33:50], 33)[0]
+    whole = triton.index_scores(q, k, weights, 0)[0]
+    assert torch.equal(part, whole[:, 33:50, :50])
+
+
+@pytest.mark.parametrize(("block", "joined"), [(4, 4), (5, 1), (16, 16)])
+def test_scores_of_blocks_are_the_highest_of_their_keys(block: int, joined: int) -> None:
+    """Those of the last positions of a query are infinite."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, weights = (torch.randn(*shape, generator=generator) for shape in ((17, 2, 16), (50, 16), (17, 2)))
+    index = [x.to(DEVICE) for x in (q, k, weights)]
+    found = index_scores(*index, 33, "triton", 6, block).cpu()
+    assert triton.index_scores(*(x[None] for x in index), 33, 6, block)[1] == joined
+    torch.testing.assert_close(found, index_scores(q, k, weights, 33, "cpu", 6, block), rtol=1e-5, atol=1e-5)
+    assert (found == torch.inf).any() and (found == -torch.inf).any()
+
+
+@pytest.mark.parametrize(("width", "count"), [(1, 1), (100, 7), (1_000, 65), (1_000, 999), (9_000, 20), (9_000, 300)])
+@pytest.mark.parametrize("kind", ["spread", "equal", "few"])
+def test_highest_scores_equal_a_plain_sort(width: int, count: int, kind: str) -> None:
+    """Of equal ones the later; rows of more than 8,192 span by span."""
+    scores = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+    if kind == "equal":
+        scores = scores.round()
+        scores[1] = -0.0
+    elif kind == "few":
+        scores[:, torch.arange(width) % 17 > 0] = -torch.inf
+    found = last_highest(scores.to(DEVICE), count, "triton").cpu()
+    order = (scores + 0.0).sort(dim=-1, stable=True).indices[:, -count:]
+    wanted = order.where(scores.gather(1, order) > -torch.inf, -1).int()
+    assert torch.equal(found.sort(-1).values, wanted.sort(-1).values)

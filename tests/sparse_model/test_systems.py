@@ -179,18 +179,23 @@ def test_a_backend_is_checked_for_the_widths_that_the_mixers_ask_for() -> None:
 @WITH_TRITON
 @pytest.mark.parametrize("changes", ON_DEVICE.values(), ids=ON_DEVICE)
 def test_a_card_computes_what_a_processor_does(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nats, auxiliary loss and every gradient, in fp32."""
+    """Nats, auxiliary loss and every gradient, in fp32; and the same bits again, in bf16 too."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    results: list[dict[str, torch.Tensor]] = []
-    for device, backend in (("cpu", "cpu"), (DEVICES["triton"], "auto" if ON_A_CARD else "triton")):
-        model = awake(**changes, backend=backend).train().to(device)
-        tokens = torch.arange(3 * model.config.context, device=device).view(3, -1) ** 2 % 7 % model.config.vocabulary
-        output = model(tokens, return_nats=True, return_extras=True)
-        auxiliary = output.auxiliary_loss
-        (output.rows.mean() + (0 if auxiliary is None else auxiliary)).backward()
-        found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-        found |= {"nats": output.rows} | ({} if auxiliary is None else {"auxiliary loss": auxiliary})
-        results.append({name: each.detach().cpu() for name, each in found.items()})
-    assert results[0].keys() == results[1].keys()
-    for name, wanted in results[0].items():
-        assert (results[1][name] - wanted).norm() <= 1e-3 * wanted.norm(), name
+    device, backend = DEVICES["triton"], "auto" if ON_A_CARD else "triton"
+    wanted = learnt(awake(**changes, backend="cpu"))
+    for dtype in (torch.float32, torch.bfloat16) if ON_A_CARD else (torch.float32,):
+        first, second = (learnt(awake(**changes, backend=backend).to(device, dtype)) for _ in range(2))
+        assert all(torch.equal(each, second[name]) for name, each in first.items())
+        assert first.keys() == wanted.keys()
+        for name, each in wanted.items():
+            assert dtype == torch.bfloat16 or (first[name] - each).norm() <= 1e-3 * each.norm(), name
+
+
+def learnt(model: SparseTransformer) -> dict[str, torch.Tensor]:
+    """Return nats, auxiliary loss and gradients of a training step."""
+    tokens = torch.arange(3 * model.config.context).view(3, -1) ** 2 % 7 % model.config.vocabulary
+    output = model.train()(tokens.to(model.norm.weight.device), return_nats=True, return_extras=True)
+    losses = {"auxiliary loss": output.auxiliary_loss} if output.auxiliary_loss is not None else {}
+    (output.rows.mean() + sum(losses.values())).backward()
+    found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {name: each.detach().cpu() for name, each in ({"nats": output.rows} | losses | found).items()}

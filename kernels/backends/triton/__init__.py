@@ -121,11 +121,20 @@ def selected_backward(saved: Saved, selection: Selection, scale: float) -> tuple
     return dq, dk, dv
 
 
-def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int) -> Tensor:
-    """Return an indexer's scores, see ``kernels.indexed.index_scores``; with a batch in front."""
+def index_scores(
+    q: Tensor, k: Tensor, weights: Tensor, first: int, window: int = 0, block: int = 1
+) -> tuple[Tensor, int]:
+    """Return an indexer's scores, as ``indexed.index_scores`` describes them."""
     from longstride.kernels.backends.triton import indexed
 
-    return indexed.index_scores(q, k, weights, first)
+    return indexed.index_scores(q, k, weights, first, window, block)
+
+
+def last_highest(scores: Tensor, count: int) -> Tensor | None:
+    """Return the places of the highest scores, see ``kernels.indexed.last_highest``; None if a row is too long."""
+    from longstride.kernels.backends.triton import indexed
+
+    return indexed.last_highest(scores, count) if scores.shape[1] <= indexed.MOST_PLACES else None
 
 
 def indexed_forward(

@@ -28,8 +28,9 @@ from longstride.kernels.backends.triton.tile import LN2, LOG2E, LOWEST, load_row
 
 IS_NVIDIA = not (INTERPRETED or torch.version.hip)
 PIECE = 512  # readers of a key per program
+MOST_PLACES = 8192  # of a row whose scores are in registers
 # Kernels are the same for all sizes.
-COUNTS = ("num_heads", "num_positions", "num_numbers", "num_pieces", "num_queries", "num_keys")
+COUNTS = ("num_heads", "num_positions", "num_numbers", "num_pieces", "num_queries", "num_keys", "window")
 
 
 @triton.jit
@@ -286,9 +287,14 @@ def scores_kernel(
     num_heads,
     num_queries,  # n
     num_keys,  # M
-    WIDTH: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ACCUMULATOR: tl.constexpr,
+    window,
+    WIDTH: tl.constexpr, W: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, POOL: tl.constexpr,
+    ACCUMULATOR: tl.constexpr,
 ):  # fmt: skip
-    """Compute the indexer's scores of a tile: keys are its rows, as products of many rows use a GPU best."""
+    """Compute the indexer's scores of a tile, the highest of POOL keys.
+
+    Keys are the rows of the tile, as products of many rows use a GPU best.
+    """
     query_tiles, key_tiles = tl.cdiv(num_queries, BLOCK_Q), tl.cdiv(num_keys, BLOCK_K)
     batch = (tl.program_id(0) // query_tiles // key_tiles).to(tl.int64)
     first_query = tl.program_id(0) % query_tiles * BLOCK_Q
@@ -308,16 +314,55 @@ def scores_kernel(
         q += stride_qh
     row, column = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     last = num_keys - num_queries + first_query + row - first_key  # the position of a query is the last that it reads
-    total = tl.where(column[:, None] <= last[None, :], total, float("-inf"))
-    scores += (batch * num_queries + first_query) * num_keys + first_key
-    inside = (first_key + column < num_keys)[:, None] & (first_query + row < num_queries)[None, :]
-    tl.store(scores + row[None, :] * num_keys + column[:, None], total, mask=inside)
+    behind = last[None, :] - column[:, None]
+    total = tl.where(behind < window, float("inf"), total)
+    total = tl.where(behind >= 0, total, float("-inf"))
+    if POOL > 1:
+        total = tl.max(tl.reshape(total, (BLOCK_K // POOL, POOL, BLOCK_Q)), 1)
+    pool, num_pools = tl.arange(0, BLOCK_K // POOL), tl.cdiv(num_keys, POOL)
+    scores += (batch * num_queries + first_query) * num_pools + first_key // POOL
+    inside = (first_key // POOL + pool < num_pools)[:, None] & (first_query + row < num_queries)[None, :]
+    tl.store(scores + row[None, :] * num_pools + pool[:, None], total, mask=inside)
+
+
+@triton.jit(do_not_specialize=("num_places", "count"))
+def highest_kernel(scores, numbers, stride, num_places, count, BLOCK: tl.constexpr):
+    """List the places of the highest scores of a row: those above the count-th, and the last ones equal to it."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    score = tl.load(scores + row * stride + place, mask=place < num_places, other=float("-inf"))
+    # Bits of fp32 have the order of integers once those of negative numbers are reversed; 0 is added to -0.
+    bits = (score + 0.0).to(tl.uint32, bitcast=True)
+    code = bits ^ tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
+    bound = tl.zeros((1,), tl.uint32)  # the highest that ``count`` codes reach, bit by bit
+    for bit in range(32):
+        higher = bound | (tl.full((1,), 0x80000000, tl.uint32) >> bit)
+        bound = tl.where(tl.sum((code >= higher).to(tl.int32), 0) >= count, higher, bound)
+    above, equal = (code > bound).to(tl.int32), (code == bound).to(tl.int32)
+    missing = count - tl.sum(above, 0)
+    is_late = tl.sum(equal, 0) - tl.cumsum(equal, 0) < missing  # fewer than that of its equals follow
+    chosen = ((above > 0) | ((equal > 0) & is_late)) & (score != float("-inf"))
+    listed = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(numbers + row * count + listed, place, mask=chosen)
 
 
 # Launches
 
 
-def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int) -> Tensor:
+def last_highest(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the ``count`` highest of scores (n, W) fp32, W at most ``MOST_PLACES``.
+
+    Of equal ones the later are chosen. (n, count) int32, ascending; then -1 in place of scores of -inf.
+    """
+    numbers = torch.full((len(scores), count), -1, dtype=torch.int32, device=scores.device)
+    arguments = (scores, numbers, scores.stride(0), scores.shape[1], count)
+    _launch(highest_kernel, len(scores), arguments, row_of(scores.shape[1]))
+    return numbers
+
+
+def index_scores(
+    q: Tensor, k: Tensor, weights: Tensor, first: int, window: int = 0, block: int = 1
+) -> tuple[Tensor, int]:
     """Return the scores sum_j weights_tj relu(q_tj k_s) of an indexer for some queries, without gradient.
 
     Args:
@@ -325,26 +370,30 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int) -> Tensor:
         k: (B, M, Di), of all positions up to the last query: M = first + n.
         weights: (B, n, J).
         first: position of the first query.
+        window: a query's last positions, whose scores are inf.
+        block: L positions, of which the highest score is asked for.
 
     Returns:
-        (B, n, M) in the accumulator's dtype; -inf where the key is later than the query.
+        (B, n, M) in the accumulator's dtype; -inf where the key is later than the query. And 1; or (B, n, ⌈M / L⌉) and
+        L, if a tile has whole blocks.
     """
     (batch, num_queries, num_heads, width), num_keys = q.shape, k.shape[1]
     assert num_keys == first + num_queries, f"{num_keys} keys for {num_queries} queries from {first} on"
     q, k, weights = _readable(q), _readable(k), _readable(weights).contiguous()
-    scores = q.new_empty(batch, num_queries, num_keys, dtype=accumulator_dtype(q.dtype))
     padded = max(16, triton.next_power_of_2(width))
     tiles = score_tiles(padded, q.dtype)
+    pool = block if tiles["BLOCK_K"] % block == 0 else 1
+    scores = q.new_empty(batch, num_queries, triton.cdiv(num_keys, pool), dtype=accumulator_dtype(q.dtype))
     programs = batch * triton.cdiv(num_queries, tiles["BLOCK_Q"]) * triton.cdiv(num_keys, tiles["BLOCK_K"])
     strides = (*q.stride()[:3], *k.stride()[:2])
     accumulator = tl.float64 if q.dtype == torch.float64 else tl.float32
     _launch(
         scores_kernel,
         programs,
-        (q, k, weights, scores, *strides, num_heads, num_queries, num_keys),
-        tiles | {"WIDTH": width, "W": padded, "ACCUMULATOR": accumulator},
+        (q, k, weights, scores, *strides, num_heads, num_queries, num_keys, window),
+        tiles | {"WIDTH": width, "W": padded, "POOL": pool, "ACCUMULATOR": accumulator},
     )
-    return scores
+    return scores, pool
 
 
 def indexed_forward(q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -433,6 +482,12 @@ def score_tiles(width: int, dtype: torch.dtype, is_nvidia: bool = IS_NVIDIA) -> 
     if width > 128:
         return {"BLOCK_Q": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": stages}
     return {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8, "num_stages": stages}
+
+
+def row_of(num_places: int) -> dict[str, int]:
+    """Return the tile and options for rows of so many scores, likewise."""
+    block = max(16, triton.next_power_of_2(num_places))
+    return {"BLOCK": block, "num_warps": min(8, max(1, block // 512)), "num_stages": 1}
 
 
 class _Call:
