@@ -45,8 +45,8 @@ def results(*stems: str) -> list[Result]:
 
 
 def by_device(stem: str, table: Callable[[Result], str]) -> Callable[[], str]:
-    """Return a function that makes the tables of all result files, one device after another."""
-    return lambda: "\n".join(map(table, results(stem)))
+    """Return a function that makes the tables of all result files of CPUs, one after another."""
+    return lambda: "\n".join(table(result) for result in results(stem) if result["device_type"] == "cpu")
 
 
 TABLES = (

@@ -23,7 +23,7 @@ from longstride.kernels.selections import chosen_blocks, listed_positions
 
 SCORES = {"cpu": 1 << 19}  # of all heads of an indexer or of attention at once, so that a CPU's cache holds them
 MOST_SCORES = 1 << 25  # on other devices
-SHORTEST_IN_TILES, FEWEST_IN_TILES = 64, 1 << 17  # positions of a block, and keys of all heads, with which tiles pay
+SHORTEST_IN_TILES, FEWEST_IN_TILES = 64, 1 << 18  # positions of a block, and keys of all heads, with which tiles pay
 
 
 def choose_keys(
@@ -368,7 +368,8 @@ def _indexer_loss(
                 assert target is not None
                 places = listed_positions(numbers[entry, some], block, query)
                 is_read, p = places >= 0, target[entry, some]
-                listed = numbers[entry, some].clamp_min(0).flatten().long()
+                # In place of none the query's own, as a sum of zeros for one block would take long.
+                listed = numbers[entry, some].where(numbers[entry, some] >= 0, query[:, None] // block).flatten().long()
                 read = in_blocks[entry].index_select(0, listed).view(*places.shape, -1)
             index_q, factors = q[entry, some].to(wide), weights[entry, some].to(wide)
             products = (index_q @ read.mT).relu_()  # (R, J, W)

@@ -167,17 +167,19 @@ def table(result: dict[str, Any]) -> str:
         ]
         for row in result["rows"]
     ]
-    memory = ", ".join(f"{row['peak_bytes'] / 2**20:,.0f} MiB of {row['context']:,}" for row in result["memory"])
+    memory, generated = result["memory"], result["generation"]
     where, dtype = ("", "bf16") if result["device_type"] == "cuda" else (", one thread", "fp32")
     title = f"{result['device']}{where}, torch {result['torch']}, {result['date']}. "
     sizes = f"{result['context']:,} positions, {HEADS} heads of {WIDTH} in {dtype}:"
     measured = markdown(["", "forward, ms", "backward, ms", "dense / it"], rows)
-    steps = ", ".join(
-        f"{1000 * row['seconds']:.1f} ms and {row['cache_bytes'] / 2**20:.1f} MiB after {row['bytes']:,} bytes"
-        for row in result["generation"]
-    )
-    generated = f"A step of generation, with all caches: {steps}."
-    return f"{title}{sizes}\n\n{measured}\nMemory of the rule's two passes: {memory}. {generated}\n"
+    held = ", ".join(f"{row['peak_bytes'] / 2**20:,.0f}" for row in memory)
+    contexts = ", ".join(f"{row['context']:,}" for row in memory)
+    seconds = ", ".join(f"{1e3 * row['seconds']:.1f}" for row in generated)
+    read = ", ".join(f"{row['bytes']:,}" for row in generated)
+    caches = max(row["cache_bytes"] for row in generated) / 2**20
+    text = f"Memory of the rule's two passes: {held} MiB of {contexts}. "
+    text += f"A step of generation, with caches of {caches:.1f} MiB: {seconds} ms after {read} bytes."
+    return f"{title}{sizes}\n\n{measured}\n{text}\n"
 
 
 if __name__ == "__main__":

@@ -146,7 +146,12 @@ class ProductKeys(FeedForward):
             sums = best[:, 0, :, places[0]] + best[:, 1, :, places[1]]
             chosen = places[:, sums.topk(config.top).indices].movedim(0, 1)  # (H, 2, R, k)
             keys = keys.gather(-1, chosen)
-        weights = scores.gather(-1, keys).sum(1).softmax(-1)  # (H, R, k)
+        if scores.device.type == "cpu":
+            picked = scores.gather(-1, keys)
+        else:  # the gradient of gather is not deterministic there, as keys repeat
+            row = torch.arange(keys.shape[:3].numel(), device=keys.device)[:, None]
+            picked = scores.flatten(0, 2)[row, keys.flatten(0, 2)].view(keys.shape)
+        weights = picked.sum(1).softmax(-1)  # (H, R, k)
         ids = keys[:, 0] * config.keys + keys[:, 1]
         first, second = (tensor.transpose(0, 1).flatten(1) for tensor in (ids, weights))
         return first, second

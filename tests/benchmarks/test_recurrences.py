@@ -25,4 +25,4 @@ def test_times_and_memory_have_their_places(monkeypatch: pytest.MonkeyPatch) -> 
         "generation": generation,
     }
     text = recurrences.table(facts | {"rows": rows, "memory": memory})
-    assert "| dense attention |" in text and "1.0×" in text and "MiB of 4,096" in text
+    assert "| dense attention |" in text and "1.0×" in text and "MiB of 2,048, 4,096" in text

@@ -6,6 +6,7 @@ Letters: B batch, H heads, N positions.
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -97,13 +98,17 @@ NAMES = tuple(selections(1, 1, 12))
 
 
 def on_device(selection: Selection, backend: str) -> Selection:
-    """The selection where a backend runs; axes of stride 0 stay so."""
+    """The selection where a backend runs; axes of stride 0 and tensors in the same memory stay so."""
+    known: dict[Any, Tensor] = {}
 
     def moved(vectors: Tensor | None) -> Tensor | None:
         if vectors is None:
             return None
-        kept = vectors[tuple(slice(0, None if step else 1) for step in vectors.stride())]
-        return kept.to(DEVICES[backend]).expand(vectors.shape)
+        memory = vectors.data_ptr(), vectors.shape, vectors.stride()
+        if memory not in known:
+            kept = vectors[tuple(slice(0, None if step else 1) for step in vectors.stride())]
+            known[memory] = kept.to(DEVICES[backend]).expand(vectors.shape)
+        return known[memory]
 
     parts = tuple(Part(*map(moved, part)) for part in selection.parts)  # type: ignore[arg-type]
     return Selection(parts, selection.span, selection.disjoint)

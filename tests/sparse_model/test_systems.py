@@ -194,7 +194,8 @@ def test_a_card_computes_what_a_processor_does(changes: dict[str, Any], monkeypa
 def learnt(model: SparseTransformer) -> dict[str, torch.Tensor]:
     """Return nats, auxiliary loss and gradients of a training step."""
     tokens = torch.arange(3 * model.config.context).view(3, -1) ** 2 % 7 % model.config.vocabulary
-    output = model.train()(tokens.to(model.norm.weight.device), return_nats=True, return_extras=True)
+    device = next(model.parameters()).device
+    output = model.train()(tokens.to(device), return_nats=True, return_extras=True)
     losses = {"auxiliary loss": output.auxiliary_loss} if output.auxiliary_loss is not None else {}
     (output.rows.mean() + sum(losses.values())).backward()
     found = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
