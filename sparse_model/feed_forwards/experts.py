@@ -571,10 +571,10 @@ def gradients_of_groups(grad: Tensor, x: Tensor, ends: Tensor, count: int) -> tu
     sums = grad.new_zeros(count, grad.shape[1])
     if _fits_grouped_kernel(grad, x):
         group = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
-        is_in = group == torch.arange(count, device=x.device)[:, None]  # index_add_ would not be deterministic
-        return F.grouped_mm(grad.t(), x, offs=ends), sums.copy_(
-            is_in.float() @ grad.float().masked_fill_((group == count)[:, None], 0)
-        )
+        inside = grad.float().masked_fill_((group == count)[:, None], 0)
+        is_of_group = group == torch.arange(count, device=x.device)[:, None]
+        sums.copy_(is_of_group.float() @ inside)  # index_add_ is not deterministic on a GPU
+        return F.grouped_mm(grad.t(), x, offs=ends), sums
     products = grad.new_empty(count, grad.shape[1], x.shape[1])
     for expert, rows in enumerate(_slices(ends)):
         torch.mm(grad[rows].t(), x[rows], out=products[expert])
