@@ -66,8 +66,8 @@ def test_differences_are_told() -> None:
     assert first_difference(["a", "…", "c"], ["a", "b"]) == "the page shows   c\nthe command says no such line"
     assert first_difference(["a"], ["a", "b"]) == "the page does not show b"
     assert first_difference(["a", "…"], ["a", "b"]) is None
-    progress = "longstride: compressing: 1,317 of 2,425 bytes, about 8 s left"
-    assert first_difference(["a", "c"], ["a", progress, "c"]) is None
+    progress = ["longstride: building the engine …", "longstride: compressing: 1,317 of 2,425 bytes, about 8 s left"]
+    assert first_difference(["a", "c"], ["a", *progress, "c"]) is None
     assert first_difference(["…", "a 1", "c"], ["a 1", "b", "a 2", "c"]) is None  # not the first that agrees
     assert first_difference(["…", "a 1", "c"], ["a 1", "b", "a 2", "d"]) == "the page shows   c\nthe command says d"
     assert first_difference(["…", "a 1", "…", "a 3"], ["a 1", "b", "a 2"]) is None

@@ -24,7 +24,7 @@ _BLOCK = re.compile(
     r"(?:<!-- (?P<key>file|needs|ends): (?P<value>.*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
-_PROGRESS = re.compile(r"longstride: .*, about .* left")  # of work that takes a slow machine more than ten seconds
+_PROGRESS = re.compile(r"longstride: .*(, about .* left| …)")  # of work that takes a slow machine some seconds
 _BITS = re.compile(r"(\d+\.\d+) bits per byte|bits_per_byte\D{1,4}(\d+\.\d+)")
 BITS_SHARE = 0.1  # machines round otherwise, and a short training magnifies that
 
