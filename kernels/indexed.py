@@ -135,8 +135,11 @@ def last_highest(scores: Tensor, count: int, backend: str = "cpu") -> Tensor:
         (n, count) int32, in any order.
     """
     width = scores.shape[1]
-    if backend == "triton" and (found := triton.last_highest(scores, count)) is not None:
-        return found
+    if backend == "triton":
+        from longstride.kernels.backends.triton import indexed
+
+        if width <= indexed.MOST_PLACES:
+            return indexed.last_highest(scores, count)
     places = torch.arange(width, device=scores.device).expand_as(scores)
     span = math.isqrt(width // count)
     if span > 2 and (count > 64 or backend == "triton"):  # topk alone is faster for fewer

@@ -130,13 +130,6 @@ def index_scores(
     return indexed.index_scores(q, k, weights, first, window, block)
 
 
-def last_highest(scores: Tensor, count: int) -> Tensor | None:
-    """Return the places of the highest scores, see ``kernels.indexed.last_highest``; None if a row is too long."""
-    from longstride.kernels.backends.triton import indexed
-
-    return indexed.last_highest(scores, count) if scores.shape[1] <= indexed.MOST_PLACES else None
-
-
 def indexed_forward(
     q: Tensor, k: Tensor, v: Tensor, numbers: Tensor, block: int, scale: float, weigh: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
