@@ -155,7 +155,8 @@ def last_highest(scores: Tensor, count: int, backend: str = "cpu") -> Tensor:
     bits = (scores + 0.0).view(torch.int32)
     codes = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() << 32 | places
     top = codes.topk(count, sorted=False).values
-    return (top & 0xFFFFFFFF).where(top >> 32 > -0x7F800001, -1).int()
+    found = (top & 0xFFFFFFFF).where(top >> 32 > -0x7F800001, -1).int()
+    return found.sort(-1).values if backend == "triton" else found  # whose kernel takes the later places of a row
 
 
 def tiles(

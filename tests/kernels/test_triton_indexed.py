@@ -160,7 +160,9 @@ def test_scores_of_blocks_are_the_highest_of_their_keys(block: int, joined: int)
     assert (found == torch.inf).any() and (found == -torch.inf).any()
 
 
-@pytest.mark.parametrize(("width", "count"), [(1, 1), (100, 7), (1_000, 65), (1_000, 999), (9_000, 20), (9_000, 300)])
+@pytest.mark.parametrize(
+    ("width", "count"), [(1, 1), (100, 7), (1_000, 65), (1_000, 999), (9_000, 20), (9_000, 300), (60_000, 3_000)]
+)
 @pytest.mark.parametrize("kind", ["spread", "equal", "few"])
 def test_highest_scores_equal_a_plain_sort(width: int, count: int, kind: str) -> None:
     """Of equal ones the later; rows of more than 8,192 span by span."""
