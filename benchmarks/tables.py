@@ -44,9 +44,9 @@ def results(*stems: str) -> list[Result]:
     return [json.loads(path.read_text()) | {"name": path.stem} for path in paths]
 
 
-def by_device(stem: str, table: Callable[[Result], str]) -> Callable[[], str]:
-    """Return a function that makes the tables of all result files of CPUs, one after another."""
-    return lambda: "\n".join(table(result) for result in results(stem) if result["device_type"] == "cpu")
+def by_device(stem: str, table: Callable[[Result], str], kinds: tuple[str, ...] = ("cpu", "cuda")) -> Callable[[], str]:
+    """Return a function that makes the tables of all result files of such devices, one after another."""
+    return lambda: "\n".join(table(result) for result in results(stem) if result["device_type"] in kinds)
 
 
 TABLES = (
@@ -64,7 +64,7 @@ TABLES = (
     Table("docs/systems.md", "probes", by_device("probes", probes.table)),
     Table("docs/systems.md", "product-keys", by_device("product-keys", product_keys.table)),
     Table("docs/systems.md", "recall", by_device("recall", recall.table)),
-    Table("docs/systems.md", "recurrences", by_device("recurrences", recurrences.table)),
+    Table("docs/systems.md", "recurrences", by_device("recurrences", recurrences.table, ("cpu",))),
     Table("docs/training/carry-state.md", "lanes", by_device("lanes", lanes.tables)),
 )
 REACH_PICTURE = ROOT / "docs" / "pictures" / "reach.svg"

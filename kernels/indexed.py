@@ -112,9 +112,7 @@ def index_scores(
     L keys: (n, ⌈(first + n) / L⌉).
     """
     if choose_backend(backend, BACKENDS, (q, q, q), ADVICE) == "triton":
-        found, joined = triton.index_scores(q[None], k[None], weights[None], first, window, block)
-        scores = found[0].float()
-        return scores if joined == block else F.max_pool1d(scores, block, ceil_mode=True)
+        return triton.index_scores(q[None], k[None], weights[None], first, window, block)[0].float()
     rows, keys, factors = (x.to(accumulator_dtype(q.dtype)) for x in (q.flatten(0, 1), k, weights[:, None]))
     scores = q.new_empty(len(q), len(k), dtype=torch.float32)
     at_once = max(64, SCORES.get(q.device.type, MOST_SCORES) // len(rows))
@@ -135,11 +133,8 @@ def last_highest(scores: Tensor, count: int, backend: str = "cpu") -> Tensor:
         (n, count) int32, in any order.
     """
     width = scores.shape[1]
-    if backend == "triton":
-        from longstride.kernels.backends.triton import indexed
-
-        if width <= indexed.MOST_PLACES:
-            return indexed.last_highest(scores, count)
+    if backend == "triton" and (found := triton.last_highest(scores, count)) is not None:
+        return found
     places = torch.arange(width, device=scores.device).expand_as(scores)
     span = math.isqrt(width // count)
     if span > 2 and (count > 64 or backend == "triton"):  # topk alone is faster for fewer
@@ -372,7 +367,7 @@ def _indexer_loss(
                 assert target is not None
                 places = listed_positions(numbers[entry, some], block, query)
                 is_read, p = places >= 0, target[entry, some]
-                # In place of none the query's own, as a sum of zeros for one block would take long.
+                # The query's own in place of none, so that zeros are not all summed at one block, one after another.
                 listed = numbers[entry, some].where(numbers[entry, some] >= 0, query[:, None] // block).flatten().long()
                 read = in_blocks[entry].index_select(0, listed).view(*places.shape, -1)
             index_q, factors = q[entry, some].to(wide), weights[entry, some].to(wide)

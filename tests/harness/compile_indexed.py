@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from longstride.kernels.backends.triton import indexed
+from longstride.kernels.backends.triton import indexed, indexer
 from tests.harness.compile_delta import usage_of
 from tests.harness.compile_triton import TYPES
 
@@ -25,11 +25,12 @@ def compiled_kernel(case: str) -> dict[str, Any]:
     """Compile ``architecture:kernel:dtype:width:group`` and return its resources."""
     architecture, name, dtype, *sizes = case.split(":")
     width, group = map(int, sizes)
-    kernel, is_nvidia = getattr(indexed, f"{name}_kernel"), architecture.startswith("sm_")
+    is_nvidia = architecture.startswith("sm_")
+    kernel = getattr(indexer if name in ("highest", "scores") else indexed, f"{name}_kernel")
     if name == "highest":
-        tiles = indexed.row_of(indexed.MOST_PLACES)
+        tiles = indexer.row_tiles(indexer.MOST_PLACES)
     elif name == "scores":
-        tiles = indexed.score_tiles(width, getattr(torch, dtype), is_nvidia)
+        tiles = indexer.score_tiles(width, getattr(torch, dtype), is_nvidia)
     else:
         tiles = indexed.tiles_for(group, width, getattr(torch, dtype), is_nvidia)
     values: dict[str, Any] = dict.fromkeys(("WIDTH", "W", "VALUE_WIDTH", "WV"), width) | tiles

@@ -118,7 +118,10 @@ def test_every_context_of_1_to_64_positions_is_that_of_the_definition(case: Any,
 @WITH_TRITON
 @IN_THE_INTERPRETER
 @pytest.mark.parametrize("case", [(17, 8, 1, 3, 4), (40, 16, 8, 9, 1)], ids=str)
-def test_triton(case: Any) -> None:
+@pytest.mark.parametrize("fewest", [0, 1 << 18], ids=["in tiles", "listed"])
+def test_triton(case: Any, fewest: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(indexed, "SHORTEST_IN_TILES", 2)
+    monkeypatch.setattr(indexed, "FEWEST_IN_TILES", fewest)
     check(case, None, "triton")
 
 

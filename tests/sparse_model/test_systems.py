@@ -182,16 +182,17 @@ def test_a_card_computes_what_a_processor_does(changes: dict[str, Any], monkeypa
     """Nats, auxiliary loss and every gradient, in fp32; and the same bits again, in bf16 too."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     device, backend = DEVICES["triton"], "auto" if ON_A_CARD else "triton"
-    wanted = learnt(awake(**changes, backend="cpu"))
+    wanted = results_of_a_step(awake(**changes, backend="cpu"))
     for dtype in (torch.float32, torch.bfloat16) if ON_A_CARD else (torch.float32,):
-        first, second = (learnt(awake(**changes, backend=backend).to(device, dtype)) for _ in range(2))
+        first, second = (results_of_a_step(awake(**changes, backend=backend).to(device, dtype)) for _ in range(2))
         assert all(torch.equal(each, second[name]) for name, each in first.items())
         assert first.keys() == wanted.keys()
-        for name, each in wanted.items():
-            assert dtype == torch.bfloat16 or (first[name] - each).norm() <= 1e-3 * each.norm(), name
+        if dtype == torch.float32:
+            for name, each in wanted.items():
+                assert (first[name] - each).norm() <= 1e-3 * each.norm(), name
 
 
-def learnt(model: SparseTransformer) -> dict[str, torch.Tensor]:
+def results_of_a_step(model: SparseTransformer) -> dict[str, torch.Tensor]:
     """Return nats, auxiliary loss and gradients of a training step."""
     tokens = torch.arange(3 * model.config.context).view(3, -1) ** 2 % 7 % model.config.vocabulary
     device = next(model.parameters()).device

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # it imports triton
 
 WIDEST = 256  # largest head width
 _OLDEST_CAPABILITY = (8, 0)
-ALIGNMENT = 16  # bytes; triton compiles another kernel for addresses that are not multiples of it
+_ALIGNMENT = 16  # bytes; triton compiles another kernel for addresses that are not multiples of it
 
 PLANS: BoundedCache[LaunchPlan] = BoundedCache()
 
@@ -67,7 +67,7 @@ def visited_pairs(q: Tensor, pattern: Pattern) -> int:
 def signature(inputs: Sequence[Tensor | int | None]) -> tuple[object, ...]:
     """Return what a plan depends on besides patterns, scale and device."""
     entries = [
-        (t.shape, t.stride(), t.dtype, t.data_ptr() % ALIGNMENT == 0) if isinstance(t, Tensor) else type(t)
+        (t.shape, t.stride(), t.dtype, t.data_ptr() % _ALIGNMENT == 0) if isinstance(t, Tensor) else type(t)
         for t in inputs
     ]
     return tuple(entries)
@@ -121,13 +121,18 @@ def selected_backward(saved: Saved, selection: Selection, scale: float) -> tuple
     return dq, dk, dv
 
 
-def index_scores(
-    q: Tensor, k: Tensor, weights: Tensor, first: int, window: int = 0, block: int = 1
-) -> tuple[Tensor, int]:
-    """Return an indexer's scores, as ``indexed.index_scores`` describes them."""
-    from longstride.kernels.backends.triton import indexed
+def index_scores(q: Tensor, k: Tensor, weights: Tensor, first: int, window: int = 0, block: int = 1) -> Tensor:
+    """Return an indexer's scores, see ``kernels.indexed.index_scores``; with a batch in front."""
+    from longstride.kernels.backends.triton import indexer
 
-    return indexed.index_scores(q, k, weights, first, window, block)
+    return indexer.index_scores(q, k, weights, first, window, block)
+
+
+def last_highest(scores: Tensor, count: int) -> Tensor | None:
+    """Return the places of the highest scores, see ``kernels.indexed.last_highest``; None if rows are too long."""
+    from longstride.kernels.backends.triton import indexer
+
+    return indexer.last_highest(scores, count) if scores.shape[1] <= indexer.MOST_PLACES else None
 
 
 def indexed_forward(
